@@ -1,0 +1,63 @@
+"""Fully sharded data-parallel training for PyTorch.
+
+    model = lamina.shard(model)
+
+is the one line a training script changes; `lamina.shard` and docs/ say the rest.
+"""
+
+from __future__ import annotations
+
+from lamina import optim
+from lamina.core.shard_spec import GlobalSpec
+from lamina.core.shard_tensor import Shard
+from lamina.core.strategy import Strategy
+from lamina.errors import (
+    Disagreement,
+    InitialisationError,
+    LaminaError,
+    LaunchError,
+    NotBuilt,
+    ParameterChanged,
+    ShardOpError,
+    StateError,
+    TransportError,
+    UnitError,
+    UsageError,
+)
+from lamina.launch import launch
+from lamina.runtime.access import gathered, sync
+from lamina.runtime.api import shard
+from lamina.runtime.deferred import deferred
+from lamina.runtime.precision import Precision
+from lamina.runtime.report import report
+from lamina.runtime.scopes import accumulate, debug, total
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Disagreement",
+    "GlobalSpec",
+    "InitialisationError",
+    "LaminaError",
+    "LaunchError",
+    "NotBuilt",
+    "ParameterChanged",
+    "Precision",
+    "Shard",
+    "ShardOpError",
+    "StateError",
+    "Strategy",
+    "TransportError",
+    "UnitError",
+    "UsageError",
+    "accumulate",
+    "debug",
+    "deferred",
+    "gathered",
+    "launch",
+    "optim",
+    "report",
+    "shard",
+    "sync",
+    "total",
+]

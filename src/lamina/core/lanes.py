@@ -1,0 +1,75 @@
+"""Streams of work: compute, gather, reduce.
+
+On a GPU a lane is a stream with its own communicator, and order between lanes is made by events. On the CPU a lane is
+null: the same calls do nothing, and order is made by waiting for a collective's handle. The runtime is written once,
+against this interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+class Lane:
+    """A null lane: work runs where it is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Work inside is queued on this lane."""
+        yield
+
+    def mark(self) -> Mark | None:
+        """The point that this lane has reached."""
+        return None
+
+    def wait(self, mark: Mark | None) -> None:
+        """Work queued on this lane from now on starts after `mark`."""
+
+
+class Mark:
+    """A point in a stream's work, re-used from step to step."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+
+class StreamLane(Lane):
+    """A lane on a CUDA stream; `stream=None` is whatever stream the user computes on."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        super().__init__(device)
+        self.stream = stream
+
+    def _current(self) -> torch.cuda.Stream:
+        return self.stream or torch.cuda.current_stream(self.device)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with torch.cuda.stream(self._current()):
+            yield
+
+    def mark(self) -> Mark:
+        return Mark(self._current())
+
+    def wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            self._current().wait_event(mark.event)
+
+
+class Lanes:
+    """The lanes of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.compute: Lane = StreamLane(device, None)
+            self.gather: Lane = StreamLane(device, torch.cuda.Stream(device, priority=-1))
+            self.reduce: Lane = StreamLane(device, torch.cuda.Stream(device, priority=-1))
+        else:
+            self.compute = self.gather = self.reduce = Lane(device)

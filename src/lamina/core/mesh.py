@@ -1,0 +1,139 @@
+"""The ranks that share data, and one process group for every stage of sharding and lane.
+
+A `DeviceMesh` names axes; the runtime needs groups: for each level of `Factors`, this rank's group, once for gathers
+and once for reductions (two lanes on one communicator would wait for each other). Axes other than "replicate" and
+"shard" are left alone: every data group lies within one coordinate of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lamina.core.strategy import Factors, Level, Strategy, resolve
+from lamina.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA_AXES = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group and this rank's place in it, in the order of the ranges."""
+
+    pg: dist.ProcessGroup | None
+    size: int
+    place: int
+
+    @property
+    def is_trivial(self) -> bool:
+        return self.size == 1
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """Data ranks, factors and groups as this rank sees them."""
+
+    factors: Factors
+    rank: int  # among the data ranks
+    global_ranks: tuple[int, ...]  # by data rank
+    device: torch.device
+    gather: tuple[Group, ...]  # one a level: parameters, gradients, optimizer
+    reduce: tuple[Group, ...]
+    replicas: Group  # copies of this rank's optimizer range
+    shard_group: Group  # all ranges of one copy, for the operations on `Shard`s
+    everyone: dist.ProcessGroup | None  # all data ranks, on the device
+    control: dist.ProcessGroup | None  # all data ranks, on the host
+
+    @property
+    def world(self) -> int:
+        return self.factors.world
+
+    @property
+    def range_index(self) -> int:
+        return self.factors.range_index(self.rank)
+
+
+def build_mesh(strategy: str | Strategy, mesh: DeviceMesh | None, device: torch.device) -> DataMesh:
+    """Resolve a strategy over a mesh and create the groups; collective over the ranks of the mesh."""
+    if not dist.is_initialized():
+        factors = resolve(strategy, 1, None if strategy != "hsdp" else 1)
+        one = Group(None, 1, 0)
+        return DataMesh(factors, 0, (0,), device, (one,) * 3, (one,) * 3, one, one, None, None)
+    ranks, shard_size = _data_ranks(mesh)
+    if strategy == "hsdp" and shard_size is None:
+        shard_size = _ranks_per_node(len(ranks))
+    factors = resolve(strategy, len(ranks), shard_size)
+    me = ranks.index(dist.get_rank())
+    whole_world = len(ranks) == dist.get_world_size()
+    maker = _GroupMaker(ranks, me, whole_world)
+    gather = tuple(maker.make(level, "gather") for level in factors.levels)
+    reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
+    replicas = maker.make(factors.replicas, "reduce")
+    shard_group = maker.make(Level(factors.optimizer, 1), "reduce")  # `place` is that in the group, not the range
+    everyone = maker.make(Level(factors.world, 1), "reduce").pg
+    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, maker.control())
+
+
+def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:
+    """Global ranks of this rank's data world, and the size of the "shard" axis where there are two data axes."""
+    if mesh is None:
+        return tuple(range(dist.get_world_size())), None
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return tuple(mesh.mesh.tolist()), None
+    data = [name for name in DATA_AXES if name in names]
+    if not data:
+        raise UsageError(
+            f"mesh axes {names or '(unnamed)'}: which of them hold data ranks? Name them 'replicate' and 'shard' "
+            "in init_device_mesh(..., mesh_dim_names=...)"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UsageError(f"rank {dist.get_rank()} is not part of the mesh that was given to shard()")
+    index = tuple(slice(None) if name in data else c for name, c in zip(names, coordinate, strict=True))
+    grid = mesh.mesh[index]
+    if data == list(DATA_AXES) and names.index("replicate") > names.index("shard"):
+        grid = grid.t()
+    return tuple(grid.flatten().tolist()), (grid.shape[-1] if len(data) == 2 else None)
+
+
+def _ranks_per_node(world: int) -> int | None:
+    """Ranks that share this rank's node, when they are fewer than all and the same on every node."""
+    import socket
+
+    names: list[str | None] = [None] * world
+    dist.all_gather_object(names, socket.gethostname())
+    per_node = {names.count(name) for name in names}
+    return per_node.pop() if len(per_node) == 1 and len(set(names)) > 1 else None
+
+
+class _GroupMaker:
+    """Creates groups in the same order on every rank; one group for the same ranks on the same lane."""
+
+    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool) -> None:
+        self.ranks, self.me, self.whole_world = ranks, me, whole_world
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def make(self, level: Level, lane: str) -> Group:
+        """This rank's group of a level."""
+        if level.size == 1:
+            return Group(None, 1, 0)
+        mine = level.members(self.me)
+        for members in sorted({level.members(rank) for rank in range(len(self.ranks))}):
+            if (self.whole_world or members == mine) and (lane, members) not in self._made:
+                self._made[lane, members] = self._new([self.ranks[m] for m in members])
+        return Group(self._made[lane, mine], level.size, level.place(self.me))
+
+    def control(self) -> dist.ProcessGroup | None:
+        """A host-side group of all data ranks."""
+        return self._new(list(self.ranks), backend="gloo") if len(self.ranks) > 1 else None
+
+    def _new(self, global_ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+        assert global_ranks == sorted(global_ranks), "torch orders the ranks of a group by number"
+        return dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)

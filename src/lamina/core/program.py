@@ -1,0 +1,175 @@
+"""The step as data: which unit is gathered, used and reduced, in which order.
+
+Eager runtimes decide at each hook what to send next, so the order of collectives is whatever autograd happens to do on
+this rank. Here the order is a list that all ranks hold alike: collectives are issued in its order, on every rank, none
+skipped. Uses stand in it as markers: what follows a marker may be issued as soon as that use has begun; a gather into
+bytes that this use still reads is issued there too, and waits on its lane.
+
+Note [Program order]
+    1. AGu precedes the use that needs it; between them no gather or use of a unit that shares bytes with u, and no RSu.
+    2. RSu follows BWDu, the last use of u before it; no AG of u or of a unit that shares bytes with u between the two.
+    3. The text form and the list are the same thing: `Program.parse(p.text()) == p`.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+Conflicts = Callable[[int], Iterable[int]]
+
+
+class Op(enum.Enum):
+    GATHER = "AG"
+    FORWARD = "FWD"
+    BACKWARD = "BWD"
+    REDUCE = "RS"
+
+    @property
+    def is_collective(self) -> bool:
+        return self in (Op.GATHER, Op.REDUCE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a program."""
+
+    op: Op
+    unit: int
+
+    def __str__(self) -> str:
+        return f"{self.op.value}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps in the order in which they are issued."""
+
+    steps: tuple[Step, ...]
+
+    def text(self) -> str:
+        return " ".join(map(str, self.steps))
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        steps = []
+        for word in text.split():
+            name = word.rstrip("0123456789")
+            steps.append(Step(Op(name), int(word[len(name) :])))
+        return cls(tuple(steps))
+
+    def count(self, op: Op, unit: int | None = None) -> int:
+        return sum(s.op is op and unit in (None, s.unit) for s in self.steps)
+
+    def check(self, conflicts: Conflicts, resident: Iterable[int] = (), trainable: Iterable[int] = ()) -> None:
+        """The law of Note [Program order].
+
+        `resident` are the units gathered before the program begins. A unit that no step reduces passes for a frozen
+        one, except those named in `trainable`.
+        """
+        alive, unreduced, pending = set(resident), set[int](), set[int]()
+        reduced_next = self._reduced_next()
+        for position, step in enumerate(self.steps):
+            sharing = set(conflicts(step.unit))
+            if step.op is Op.GATHER:
+                lost = (sharing | {step.unit}) & unreduced
+                assert not lost, f"{step} would overwrite gradients of {sorted(lost)} that wait for their reduction"
+                alive = (alive - sharing) | {step.unit}
+            elif step.op is Op.REDUCE:
+                assert step.unit in unreduced, f"{step} finds no gradients: the last use of the unit is not a backward"
+                for waiting in (alive, unreduced, pending):
+                    waiting.discard(step.unit)
+            else:
+                assert step.unit in alive, f"{step} finds its weights overwritten or never gathered"
+                if step.op is Op.BACKWARD:
+                    pending.add(step.unit)
+                if position in reduced_next:
+                    unreduced.add(step.unit)
+        assert not pending & set(trainable), f"units {sorted(pending & set(trainable))} are never reduced"
+
+    def _reduced_next(self) -> set[int]:
+        """Positions of the backwards that put gradients over the weights: a reduction follows, and no further use."""
+        positions, following = set(), dict[int, Op]()
+        for position in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[position]
+            if step.op is Op.BACKWARD and following.get(step.unit) is Op.REDUCE:
+                positions.add(position)
+            if step.op is not Op.GATHER:
+                following[step.unit] = step.op
+        return positions
+
+
+@dataclass(frozen=True)
+class UnitTraits:
+    """What the plan of a step must know about one unit, in order of use."""
+
+    trainable: bool = True
+    resident: bool = False  # its weights stay: gathered once, for its first use
+    encloses: bool = False  # its window holds the windows of all others (the root)
+
+
+def plan_step(units: Sequence[UnitTraits], conflicts: Conflicts, ahead: int = 1) -> Program:
+    """Forward in the given order, backward in the reverse one, each gather as early as the arena allows.
+
+    N equal units in k slots need 2N - k gathers: the last k of the forward are still there when backward begins.
+    """
+    alive: set[int] = set()
+    steps: list[Step] = []
+
+    def use(op: Op, unit: int) -> None:
+        if unit not in alive:
+            steps.append(Step(Op.GATHER, unit))
+            alive.difference_update(conflicts(unit))
+            alive.add(unit)
+        steps.append(Step(op, unit))
+
+    def reduce(unit: int) -> None:
+        if units[unit].trainable:
+            steps.append(Step(Op.REDUCE, unit))
+            if not units[unit].resident:
+                alive.discard(unit)
+
+    enclosing = [u for u, traits in enumerate(units) if traits.encloses]
+    inner = [u for u, traits in enumerate(units) if not traits.encloses]
+    for unit in enclosing + inner:
+        use(Op.FORWARD, unit)
+    for unit in enclosing + inner[::-1]:
+        use(Op.BACKWARD, unit)
+        if not units[unit].encloses:
+            reduce(unit)
+    for unit in enclosing[::-1]:
+        reduce(unit)
+    return Program(move_gathers_ahead(steps, conflicts, ahead))
+
+
+def move_gathers_ahead(steps: Sequence[Step], conflicts: Conflicts, ahead: int = 1) -> tuple[Step, ...]:
+    """Let each gather be issued `ahead` uses before the use that needs it, as far as Note [Program order] allows.
+
+    0 leaves every gather directly before its use.
+    """
+    if ahead < 1:
+        return tuple(steps)
+    moved: list[Step] = []
+    for step in steps:
+        place = len(moved)
+        if step.op is Op.GATHER:
+            place = _earliest_place(moved, step.unit, set(conflicts(step.unit)), ahead)
+        moved.insert(place, step)
+    return tuple(moved)
+
+
+def _earliest_place(before: Sequence[Step], unit: int, sharing: set[int], ahead: int) -> int:
+    """Index in `before` at which the gather of `unit` may stand; gathers keep their order among themselves."""
+    passed = 0
+    for index in range(len(before) - 1, -1, -1):
+        step = before[index]
+        if step.op is Op.GATHER or step.unit == unit or step.unit in sharing:
+            return index + 1
+        if not step.op.is_collective:
+            passed += 1
+            if passed == ahead:
+                return index + 1  # right behind the marker: beside the use that begins there
+    return 0

@@ -1,0 +1,194 @@
+"""What torch's optimizers and autograd have to be told once about `Shard`.
+
+torch decides by exact type which tensors its foreach and fused paths take; states and gradients of a Shard may reach a
+step as plain full tensors (Adagrad makes its state in the constructor, a warm optimizer brings it along, a loaded state
+dict holds it, a regulariser outside the forward gives a plain gradient); and `torch.autograd.grad` answers None for a
+parameter whose forward ran on the gathered tensor. `register` closes these three, and nothing else is patched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.optim.optimizer as torch_optimizer  # by import: the attribute path is shadowed by torch.optim's names
+import torch.utils._foreach_utils as foreach_support
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lamina.core.shard_ops import slice_of
+from lamina.core.shard_tensor import Shard, rebuild_shard
+from lamina.errors import ShardOpError, StateError
+
+_WHOLE_MATRIX = "it works on whole matrices, which no rank holds"
+_UNSUPPORTED = {  # class name in torch.optim -> why, what to use
+    "Adafactor": (_WHOLE_MATRIX, "torch.optim.AdamW"),
+    "Muon": (_WHOLE_MATRIX, "torch.optim.AdamW"),
+    "LBFGS": ("it joins all parameters into one vector and decides on every rank by its own part", "torch.optim.AdamW"),
+    "SparseAdam": ("gradients of sharded parameters are dense", "torch.optim.Adam"),
+}
+_SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim states that are not cut, of any parameter
+_dirty = attrgetter("spec.dirty")
+
+_registered = False
+_states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
+
+
+def register() -> None:
+    """Append the type to torch's lists, hook optimizer steps, guard autograd's `inputs=`. Idempotent."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    for supported in (torch_optimizer._foreach_supported_types, foreach_support._foreach_supported_types):
+        if Shard not in supported:
+            supported.append(Shard)  # type: ignore[arg-type]
+    torch.serialization.add_safe_globals([rebuild_shard])  # torch.load(weights_only=True)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    torch.autograd.grad = _guarded(torch.autograd.grad, inputs_at=1)
+    torch.autograd.backward = _guarded(torch.autograd.backward, inputs_at=5)
+
+
+# -- around optimizer.step()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Cut gradients and states that are still plain and full.
+
+    Runs every step. Gradients are looked at each time, states only where they can be new: when a step or a load has
+    changed their number, and after `load_state_dict`. A full state put in by hand later is refused by the operations.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"] if type(param) is Shard]
+    if not params:
+        return
+    for param in params:
+        grad = param.grad
+        if grad is not None and type(grad) is not Shard:
+            param.grad = cut(grad, param)
+    if _states_seen.get(optimizer) != len(optimizer.state):
+        _refuse_unsupported(optimizer, params[0])
+        for param in params:
+            _cut_states(optimizer.state.get(param, {}), param)
+        if optimizer not in _states_seen:
+            optimizer.register_load_state_dict_post_hook(_forget_states)
+        _states_seen[optimizer] = len(optimizer.state)
+
+
+def _forget_states(optimizer: torch.optim.Optimizer) -> None:
+    _states_seen[optimizer] = -1
+
+
+def _cut_states(state: dict[str, Any], param: Shard) -> None:
+    for key, value in state.items():
+        if type(value) is Shard:
+            if value.geometry is not param.geometry:
+                state[key] = _adopted(value, param, key)
+        elif isinstance(value, Tensor) and value.shape == param.shape and (value.dim() or key not in _SCALAR_STATES):
+            state[key] = cut(value, param)
+
+
+def cut(full: Tensor, param: Shard) -> Shard:
+    """This rank's part of a plain full tensor, as a Shard beside `param`; the full one may then be freed."""
+    if full.is_sparse:
+        full = full.to_dense()
+    part = slice_of(full.detach(), param.spec, torch.ops.aten.copy_.default)
+    return Shard(part.to(device=param.device, copy=True), param.spec.derived)
+
+
+def _adopted(value: Shard, param: Shard, key: str) -> Shard:
+    """A state that came from a file has no group; give it the parameter's."""
+    if value.shape != param.shape:
+        return value  # of another meaning, such as a buffer of the optimizer's own
+    if not value.spec.same(param.spec):
+        raise StateError(
+            f"optimizer state `{key}` of {param.spec.describe()} holds elements [{value.start}, {value.stop}), saved "
+            f"by rank {value.spec.index} of {len(value.spec.ranges)}. Load it with `lamina.load`, which cuts anew."
+        )
+    return Shard(value.local, param.spec.derived)
+
+
+def _refuse_unsupported(optimizer: torch.optim.Optimizer, param: Shard) -> None:
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _UNSUPPORTED and base.__module__.startswith("torch.optim"):
+            why, instead = _UNSUPPORTED[base.__name__]
+            raise ShardOpError(
+                f"torch.optim.{base.__name__} cannot step the sharded {param.spec.describe()}: {why}. Use "
+                f'`{instead}` or `lamina.optim.AdamW`, or keep parameters whole with `strategy="ddp"`.'
+            )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Mark what a compiled step wrote: its graph writes to the local ranges without passing our handlers."""
+    for group in optimizer.param_groups:
+        for flag in set(map(_dirty, (param for param in group["params"] if type(param) is Shard))):
+            if flag is not None:
+                flag.mark()
+
+
+for _hook in (_before_step, _after_step):  # what torch.compiler.disable sets, without importing the compiler for it
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+# -- autograd
+
+
+def _guarded(function: Any, inputs_at: int) -> Any:
+    """`torch.autograd.grad` or `backward`, with an error where a Shard in `inputs` would silently get nothing.
+
+    Inside its module's forward a parameter is the gathered tensor, so the graph of a loss does not lead to the Shard.
+    """
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs", args[inputs_at] if len(args) > inputs_at else None)
+        if inputs is not None:
+            outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+            _refuse_unreached(function.__name__, outputs, inputs)
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def _several(tensors: Any) -> list[Any]:
+    if isinstance(tensors, dict):
+        return list(tensors.values())
+    if isinstance(tensors, Tensor | torch.autograd.graph.GradientEdge):
+        return [tensors]
+    return list(tensors)
+
+
+def _refuse_unreached(function_name: str, outputs: Any, inputs: Any) -> None:
+    inputs = _several(inputs)
+    shards = [value for value in inputs if type(value) is Shard and value.requires_grad]
+    if not shards:
+        return
+    reached = _nodes_behind(_several(outputs))
+    for shard in shards:
+        if torch.autograd.graph.get_gradient_edge(shard).node not in reached:
+            raise ShardOpError(
+                f"torch.autograd.{function_name} was asked for the gradient of the sharded {shard.spec.describe()}, "
+                "but the forward ran on the gathered tensor, so this graph does not lead to the Shard. Use "
+                "`loss.backward()` and `p.grad`."
+            )
+
+
+def _nodes_behind(outputs: Iterable[Any]) -> set[Any]:
+    """All nodes of the graph of `outputs`. Kept in a set while compared: a node's Python object is its identity."""
+    waiting = []
+    for output in outputs:
+        if isinstance(output, torch.autograd.graph.GradientEdge):
+            waiting.append(output.node)
+        elif output.requires_grad:
+            waiting.append(torch.autograd.graph.get_gradient_edge(output).node)
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions if following is not None)
+    return seen

@@ -1,0 +1,305 @@
+"""`Shard`: the tensor type of a parameter outside compute.
+
+torch has two ways to leave a parameter sharded between steps: a plain 1-D tensor under the parameter's name (wrong
+shape, wrong norm, wrong checkpoint, no error), or DTensor (dim-0 cuts, padding, 4.8 ms of host time for an AdamW step
+over 300 parameters where plain tensors take 1.1). A `Shard` shows the full shape and holds one flat range: elementwise
+work happens on the range, reductions add one all-reduce, and everything else raises with the parameter's name.
+
+This file holds the type and the in-place conversion; `shard_ops` and its neighbours hold what each operation does.
+
+Note [no storage]. torch sees a wrapper without memory: `data_ptr()` is 0 (checkpointing needs it not to raise) and
+`untyped_storage()` is a null storage of the full size. Methods that reach for that memory in C++ without passing the
+dispatcher are overridden below; each would otherwise crash or return garbage.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lamina.core import shard_checkpoint
+from lamina.core.shard_collectives import gather_flat
+from lamina.core.shard_spec import GlobalSpec, ShardSpec
+from lamina.errors import ShardOpError, StateError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
+_OWN_ATTRIBUTES = frozenset({"local", "spec", "geometry", "_is_param"})
+
+
+class Shard(Tensor):
+    """This rank's flat range of a parameter, a gradient or an optimizer state. Final: not to be subclassed.
+
+    Shows `.shape`, `.dtype`, `.numel()` of the full tensor. `.local` is the range itself.
+    """
+
+    # No __slots__: exchanging a Parameter and a Shard in place needs equal slot sets.
+    local: Tensor  # 1D, spec.local_numel elements, contiguous, needs no gradient
+    spec: ShardSpec
+    geometry: tuple[Any, ...]  # spec.geometry, kept here because lists of Shards are compared by it every step
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls: type[Shard], local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> Shard:
+        made = Tensor._make_wrapper_subclass(
+            cls, spec.shape, spec.strides, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        made.local = local
+        made.spec = spec
+        made.geometry = spec.geometry
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            handler = HANDLERS[func] = _resolve(func)
+        return handler(func, args, kwargs or {})
+
+    @property
+    def start(self) -> int:
+        return self.spec.start
+
+    @property
+    def stop(self) -> int:
+        return self.spec.stop
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.spec.name
+
+    def full(self) -> Tensor:
+        """The whole tensor, plain and detached, equal on all ranks of the group. Collective."""
+        return gather_flat(self.local, self.spec).view(self.spec.shape)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # local: printing must never wait for other ranks
+        spec = self.spec
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"Shard({spec.name!r}, shape={tuple(spec.shape)}, {self.dtype}, {self.device}, rank {spec.index} of "
+            f"{len(spec.ranges)} holds [{spec.start}, {spec.stop}) of {spec.numel}{grad})"
+        )
+
+    # -- what C++ would do wrongly on a tensor without storage; see Note [no storage]
+
+    @property
+    def data(self) -> Shard:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ShardOpError(
+                f"`{self.name}.data = ...` got {tuple(value.shape)} {value.dtype}, wanted {tuple(self.shape)} "
+                f"{self.dtype}: a sharded parameter keeps its shape and dtype. Give the full tensor in that dtype, or "
+                "choose the dtype with `lamina.shard(..., precision=...)`."
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ShardOpError(
+            f"`{what}` has no meaning on the sharded {self.spec.describe()}: its memory is spread over ranks. Use "
+            "`p.full()` (collective) for the whole tensor or `p.local` for this rank's elements."
+        )
+
+    def share_memory_(self) -> NoReturn:  # type: ignore[override]
+        self._refuse("share_memory_()")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:  # type: ignore[override]
+        self._refuse("numpy()")
+
+    def tolist(self) -> Any:
+        return self.item() if self.dim() == 0 else self._refuse("tolist()")
+
+    def item(self) -> Any:
+        """The value of a tensor with one element, equal on all ranks. Collective."""
+        return self.full().item() if self.numel() == 1 else self._refuse("item()")
+
+    def apply_(self, *args: Any) -> NoReturn:  # type: ignore[override]
+        self._refuse("apply_()")
+
+    def map_(self, *args: Any) -> NoReturn:
+        self._refuse("map_()")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        self._refuse("__dlpack__()")
+
+    # -- copies, files, compilation
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        if id(self) in memo:
+            return memo[id(self)]
+        if self.grad_fn is not None:
+            raise ShardOpError(
+                f"deepcopy of a result computed from `{self.name}`: only leaves can be copied; detach it"
+            )
+        made = Shard(self.local.clone(), self.spec.derived, self.requires_grad)
+        memo[id(self)] = made
+        for key, value in self.__dict__.items():
+            if key not in _OWN_ATTRIBUTES:
+                setattr(made, key, copy.deepcopy(value, memo))
+        if getattr(self, "_is_param", False):
+            made._is_param = True  # type: ignore[attr-defined]
+        elif self.grad is not None:  # as torch: a copied tensor brings its gradient, a copied Parameter does not
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        spec = self.spec
+        extra = {key: value for key, value in self.__dict__.items() if key not in _OWN_ATTRIBUTES}
+        larger = None
+        if spec.global_spec is not None:
+            larger = (tuple(spec.global_spec.shape), spec.global_spec.dim, spec.global_spec.start)
+        where = (spec.name, tuple(spec.shape), spec.ranges, spec.index, larger)
+        # a clone: the range is usually a view of one large buffer, all of which would go into the file
+        is_param = getattr(self, "_is_param", False)
+        return rebuild_shard, (self.local.detach().clone(), where, self.requires_grad, is_param, extra)
+
+    def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:
+        return ["local"], self.spec
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], spec: ShardSpec, size: Any, stride: Any) -> Shard:
+        return Shard(inner["local"], spec)
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        return shard_checkpoint.write_items(fqn, self.local, self.spec)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return shard_checkpoint.chunk_list(self.spec)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return shard_checkpoint.tensor_of(index, self.local, self.spec)
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "truediv": torch.true_divide,
+    "pow": torch.pow,
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "matmul": torch.matmul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+}
+
+
+def _let_operators_raise() -> None:
+    """Call the function instead of the operator where both sides are tensors.
+
+    torch turns a TypeError inside an operator into NotImplemented. Our error is one, so `p * q` would lose its message,
+    and `p == q` would not raise at all: Python then answers by identity, False.
+    """
+
+    def forward(inherited: Any, function: Any) -> Any:
+        return lambda self, other: function(self, other) if isinstance(other, Tensor) else inherited(self, other)
+
+    def reflected(inherited: Any, function: Any) -> Any:
+        return lambda self, other: function(other, self) if isinstance(other, Tensor) else inherited(self, other)
+
+    for name, function in _OPERATORS.items():
+        setattr(Shard, f"__{name}__", forward(getattr(Tensor, f"__{name}__"), function))
+        inherited = getattr(Tensor, f"__r{name}__", None)
+        if inherited is not None:
+            setattr(Shard, f"__r{name}__", reflected(inherited, function))
+
+
+_let_operators_raise()
+
+
+def rebuild_shard(
+    local: Tensor, where: tuple[Any, ...], requires_grad: bool, is_param: bool, extra: dict[str, Any]
+) -> Shard:
+    """What pickle calls. The result has no process group; copy it into a live parameter to reach the other ranks."""
+    name, shape, ranges, index, larger = where
+    global_spec = None if larger is None else GlobalSpec(torch.Size(larger[0]), larger[1], larger[2])
+    spec = ShardSpec(name, torch.Size(shape), tuple(map(tuple, ranges)), index, None, (), global_spec)
+    made = Shard(local, spec, requires_grad)
+    made.__dict__.update(extra)
+    if is_param:
+        made._is_param = True  # type: ignore[attr-defined]
+    return made
+
+
+def _resolve(func: Any) -> Handler:
+    from lamina.core import shard_ops  # the operations are built on Shard, so they come after it
+
+    return shard_ops.resolve(func)
+
+
+def convert_(param: nn.Parameter, local: Tensor, spec: ShardSpec) -> None:
+    """Turn `param` into the Shard of `local` in place: same object, same attributes, another content.
+
+    Optimizers, parameter lists and tied modules that hold the object go on holding the parameter. A gradient that is
+    already there is cut to its part. `local` may have another dtype or device than `param` (a master, or meta).
+
+    Raises StateError while something else holds the parameter's content: a view, or a graph that saved it.
+    """
+    assert local.dim() == 1 and local.numel() == spec.local_numel and local.is_contiguous(), spec.describe()
+    assert not local.requires_grad and param.shape == spec.shape and type(param) is not Shard, spec.describe()
+    old_grad = param.grad
+    attributes = dict(param.__dict__)
+    shard = Shard(local, spec, param.requires_grad)
+    shard._is_param = True  # type: ignore[attr-defined]  # isinstance(p, nn.Parameter) reads this
+    _check_unheld(param, spec)
+    # torch.utils.swap_tensors does these three steps too, but refuses when anybody holds a weak reference (as RNNs do)
+    param.__class__, shard.__class__ = shard.__class__, param.__class__
+    param.__dict__, shard.__dict__ = shard.__dict__, param.__dict__
+    torch._C._swap_tensor_impl(param, shard)
+    param.__dict__.update(attributes)
+    if old_grad is not None:
+        if old_grad.is_sparse:
+            old_grad = old_grad.to_dense()
+        part = old_grad.detach().reshape(-1)[spec.start : spec.stop].to(local.device, local.dtype, copy=True)
+        param.grad = Shard(part, spec.derived)
+
+
+def _check_unheld(param: nn.Parameter, spec: ShardSpec) -> None:
+    """Let only an accumulation node hold the content, and make that node raise if it is ever run."""
+    held = param._use_count()
+    if held == 1:
+        return
+    node = None
+    if held == 2 and param.requires_grad and param.is_leaf:
+        node = torch.autograd.graph.get_gradient_edge(param).node
+    if node is None or param._use_count() != 2:  # asking for the node made one: something else was the holder
+        raise StateError(
+            f"`{spec.name}` cannot be sharded while other tensors share its memory. Drop views of `{spec.name}` first "
+            "(such as `p.view(-1)`), and the outputs of forwards that ran before `lamina.shard(...)`."
+        )
+    name = spec.name
+
+    def poisoned(grad_outputs: Any) -> NoReturn:
+        raise StateError(
+            f"backward through a graph that was recorded before `{name}` was sharded; its gradient would be lost. Run "
+            "the forward again after `lamina.shard(...)`."
+        )
+
+    node.register_prehook(poisoned)
+
+
+def register() -> None:
+    """Make torch's optimizers, checkpoint loader and autograd know the type. Idempotent."""
+    from lamina.core import shard_optim
+
+    shard_optim.register()

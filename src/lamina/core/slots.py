@@ -1,0 +1,120 @@
+"""A unit's place in the arena and what is in it.
+
+torch's own runtimes keep the state of a unit in several booleans written at many places. Here it is one enum with one
+transition table and one writer.
+
+Note [Slot states]
+    EMPTY      nothing that anybody may read; in debug mode filled with NaN
+    GATHERING  a gather into it is under way; nobody reads it
+    WEIGHTS    the full parameters
+    GRADS      this rank's gradients over the dead weights, until their reduction has read them
+    Two slots that share bytes are never both other than EMPTY.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.lanes import Mark
+from lamina.core.layout import UnitLayout
+
+
+class SlotState(enum.Enum):
+    EMPTY = "empty"
+    GATHERING = "gathering"
+    WEIGHTS = "weights"
+    GRADS = "grads"
+
+
+TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.EMPTY: frozenset({SlotState.GATHERING, SlotState.GRADS}),  # GRADS: zeros of a skipped unit
+    SlotState.GATHERING: frozenset({SlotState.WEIGHTS, SlotState.GATHERING, SlotState.EMPTY}),
+    SlotState.WEIGHTS: frozenset({SlotState.EMPTY, SlotState.GRADS, SlotState.GATHERING}),
+    SlotState.GRADS: frozenset({SlotState.EMPTY}),
+}
+
+
+class DebugMode:
+    """Whether freed slots are filled with NaN and every transition is checked."""
+
+    enabled: bool = False
+
+
+class Slot:
+    """Bytes into which one unit is gathered, and the full parameters that are views of them."""
+
+    def __init__(self, layout: UnitLayout, buffer: Tensor, home: bool = True) -> None:
+        self.layout = layout
+        self.buffer = buffer  # uint8, (layout.buffer_bytes,)
+        self.home = home  # False: an overflow slot, whose memory comes and goes
+        self.state = SlotState.EMPTY
+        self.pins = 0  # uses that read it now
+        self.shares: tuple[Slot, ...] = ()  # home slots with bytes in common
+        self.freed: Mark | None = None  # work that must end before the bytes are written again
+        self.ready: Mark | None = None  # the gather that filled it
+        self.segments = segment_views(layout, buffer)
+        self.views = [
+            segment[start : start + spec.numel].view(spec.shape)
+            for segment, plan in zip(self.segments, layout.segments, strict=True)
+            for start, spec in zip(plan.starts, plan.params, strict=True)
+        ]
+        self.fulls = [bind(view, spec.trainable) for view, spec in zip(self.views, layout.params, strict=True)]
+        if DebugMode.enabled:
+            self._poison()
+
+    @property
+    def has_weights(self) -> bool:
+        return self.state in (SlotState.WEIGHTS, SlotState.GATHERING)
+
+    def to(self, state: SlotState) -> None:
+        """The only writer of `state`."""
+        if DebugMode.enabled:
+            assert state in TRANSITIONS[self.state], f"{self.layout.name}: {self.state.name} -> {state.name}"
+            if state is not SlotState.EMPTY:
+                alive = [s.layout.name for s in self.shares if s.state is not SlotState.EMPTY]
+                assert not alive, f"{self.layout.name} -> {state.name} while {alive} hold the same bytes"
+        self.state = state
+        if state is SlotState.EMPTY and DebugMode.enabled:
+            self._poison()
+
+    def _poison(self) -> None:
+        with torch.no_grad():
+            for segment in self.segments:
+                if segment.is_floating_point() or segment.is_complex():
+                    segment.fill_(float("nan"))
+
+    def take_memory(self) -> None:
+        """Give an overflow slot its memory back before a gather."""
+        if not self.home:
+            self.buffer.untyped_storage().resize_(self.layout.buffer_bytes)
+
+    def drop_memory(self) -> None:
+        if not self.home and self.pins == 0:
+            self.buffer.untyped_storage().resize_(0)
+
+
+def segment_views(layout: UnitLayout, buffer: Tensor) -> list[Tensor]:
+    """Typed 1-D views of a unit's byte buffer, one a segment."""
+    return [
+        buffer[offset : offset + segment.compute_bytes].view(segment.compute)
+        for segment, offset in zip(layout.segments, layout.offsets_bytes, strict=True)
+    ]
+
+
+def bind(view: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A full parameter over `view` with a version counter of its own: writes to the slot do not reach it."""
+    full = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=False)
+    full.data = view
+    full.requires_grad_(requires_grad)
+    return full
+
+
+def check_slots(slots: Sequence[Slot]) -> None:
+    """Note [Slot states]: of slots that share bytes at most one is in use."""
+    for slot in slots:
+        if slot.state is not SlotState.EMPTY:
+            assert all(other.state is SlotState.EMPTY for other in slot.shares)

@@ -1,0 +1,62 @@
+"""Every error that lamina raises, drawn as one tree.
+
+    LaminaError
+    ├── UsageError          (ValueError)           an argument that cannot mean anything
+    ├── UnitError           (ValueError)           units that match nothing, overlap or hold nothing
+    ├── ShardOpError        (TypeError)            an operation that a sharded parameter cannot do
+    ├── ParameterChanged    (RuntimeError)         a parameter was replaced, moved or cast behind our back
+    ├── InitialisationError (RuntimeError)         a parameter that nothing initialises
+    ├── StateError          (RuntimeError)         a call at a moment at which it has no meaning
+    ├── Disagreement        (RuntimeError)         ranks that ask for different things
+    ├── TransportError      (RuntimeError)         bytes that cannot be moved here
+    ├── LaunchError         (RuntimeError)         a launched rank that failed
+    └── NotBuilt            (NotImplementedError)  a name of the public API whose part is still to come
+
+A message names the parameter, the ranks, what was got and what was wanted, and what to type.
+"""
+
+from __future__ import annotations
+
+
+class LaminaError(Exception):
+    """Base of all errors that lamina raises on purpose."""
+
+
+class UsageError(LaminaError, ValueError):
+    """An argument that cannot mean anything."""
+
+
+class UnitError(LaminaError, ValueError):
+    """Units that match nothing, overlap, or hold no parameter."""
+
+
+class ShardOpError(LaminaError, TypeError):
+    """An operation that has no meaning on this rank's part of a parameter."""
+
+
+class ParameterChanged(LaminaError, RuntimeError):
+    """A parameter was replaced, moved or cast after `shard()`."""
+
+
+class InitialisationError(LaminaError, RuntimeError):
+    """A parameter or buffer on meta that nothing initialises."""
+
+
+class StateError(LaminaError, RuntimeError):
+    """A call at a moment at which it has no meaning."""
+
+
+class Disagreement(LaminaError, RuntimeError):
+    """Ranks that ask for different things, with the position of each."""
+
+
+class TransportError(LaminaError, RuntimeError):
+    """Bytes that cannot be moved the way that was asked for."""
+
+
+class LaunchError(LaminaError, RuntimeError):
+    """A rank started by `launch` failed; the message holds that rank's error once."""
+
+
+class NotBuilt(LaminaError, NotImplementedError):
+    """A name of the public API whose part is still to come."""

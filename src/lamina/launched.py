@@ -1,0 +1,119 @@
+"""The rank's half of `launch`: what runs in each new process.
+
+The process starts with an empty `__main__`, into which ship.py puts what the function needs. It talks to the launcher
+over one pipe: in comes `Ask`, out go `Returned` or `Failed`. A rank that failed waits to be ended, so that its
+peers see no broken connection whose error would hide the cause; a rank whose launcher is gone ends itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+
+class Ask(NamedTuple):
+    payload: bytes  # of (fn, args), by ship.dumps
+    argv: list[str]
+    folder: str
+
+
+class Returned(NamedTuple):
+    result: bytes | None  # pickled; rank 0 only
+
+
+class Failed(NamedTuple):
+    error: str  # "Type: message"
+    traceback: str  # from the user's function on
+    at: float  # time.time(), to find the rank that failed first
+
+
+Report = Returned | Failed
+
+
+def main(descriptor: int) -> None:
+    """Entry point; `descriptor` is this end of the pipe."""
+    pipe = Connection(descriptor)
+    ask: Ask = pickle.loads(pipe.recv_bytes())
+    threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()
+    try:
+        report: Report = Returned(_call(ask))
+    except KeyboardInterrupt:
+        os._exit(130)  # the launcher asked for it; Python's own exit would print a traceback
+    except BaseException as error:
+        report = _failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(pickle.dumps(report))
+    if isinstance(report, Failed):
+        while True:
+            try:
+                signal.pause()
+            except KeyboardInterrupt:
+                os._exit(1)
+
+
+def _call(ask: Ask) -> bytes | None:
+    from . import ship
+
+    sys.argv = ask.argv
+    os.chdir(ask.folder)
+    _take_device()
+    fn, args = ship.loads(ask.payload)
+    try:
+        result = fn(*args)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+        result = None
+    if os.environ["RANK"] != "0":
+        packed = None
+    else:
+        try:
+            packed = pickle.dumps(result)
+        except Exception as problem:
+            raise TypeError(
+                f"the result of rank 0, a {type(result).__name__}, cannot be sent back: {problem}. Return plain values,"
+                " or save what was made and return its path."
+            ) from None
+    _leave_group()
+    return packed
+
+
+def _take_device() -> None:
+    import torch
+
+    index = int(os.environ["LOCAL_RANK"])
+    if index < torch.cuda.device_count():
+        torch.cuda.set_device(index)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _failure(error: BaseException) -> Failed:
+    text = "".join(traceback.format_exception_only(error)).strip()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # begin where the user's code begins
+    lines: list[Any] = traceback.format_exception(type(error), error, frames)
+    return Failed(text, "".join(lines).rstrip(), time.time())
+
+
+def _end_with_launcher(pipe: Connection) -> None:
+    """The launcher sends nothing more: what ends this wait is its death."""
+    try:
+        pipe.poll(None)
+    except OSError:
+        pass
+    os.killpg(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,140 @@
+"""Full values outside compute: `gathered`, `sync`, and the runtime of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.shard_tensor import Shard
+from lamina.errors import StateError, UsageError
+from lamina.runtime.agreement import checksum
+from lamina.runtime.assemble import RUNTIMES, Runtime
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model."""
+    runtime = RUNTIMES.get(model)
+    if runtime is None:
+        raise StateError(
+            f"this {type(model).__name__} is not sharded: call lamina.shard() on it first, and pass the module that it returned"
+        )
+    return runtime
+
+
+def runtimes_with(params: Sequence[Tensor]) -> list[Runtime]:
+    """Runtimes that own any of the parameters."""
+    wanted = {id(p) for p in params}
+    return [r for r in list(RUNTIMES.values()) if any(id(p) in wanted for unit in r.units for p in unit.params)]
+
+
+def sync(model: nn.Module) -> None:
+    """Tell lamina that parameters were written past it (raw memory, another library): the next forward gathers anew."""
+    for unit in runtime_of(model).units:
+        unit.dirty.mark()
+
+
+@contextlib.contextmanager
+def gathered(target: nn.Module | Tensor | Sequence[Tensor], write: bool = False) -> Iterator[Any]:
+    """Full values inside the block. Collective; may be nested.
+
+    Args:
+        target: a module: its parameters are plain full tensors (master dtype, detached) inside, and it is yielded. A
+            `Shard`: its full tensor is yielded. A list of them: the list of full tensors, in order.
+        write: keep edits. They must be the same on every rank, which is checked.
+
+    Raises:
+        StateError: values were edited without `write=True`, or differently on different ranks.
+    """
+    if isinstance(target, nn.Module):
+        with _module_gathered(target, write):
+            yield target
+        return
+    single = isinstance(target, Tensor)
+    params: list[Tensor] = [target] if single else list(target)  # type: ignore[list-item]
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise UsageError(f"gathered() takes a module, a parameter or a list of parameters, not {type(param).__name__}")
+    fulls = [full_value(p) for p in params]
+    yield fulls[0] if single else fulls
+    _settle(params, fulls, write)
+
+
+@contextlib.contextmanager
+def _module_gathered(module: nn.Module, write: bool) -> Iterator[None]:
+    places = [
+        (m._parameters, name, p)
+        for m in module.modules()
+        for name, p in m._parameters.items()
+        if isinstance(p, nn.Parameter)
+    ]
+    params = list({id(p): p for _, _, p in places}.values())
+    fulls = {id(p): full_value(p) for p in params}
+    for parameters, name, p in places:
+        parameters[name] = fulls[id(p)]  # type: ignore[assignment]
+    try:
+        yield
+        replaced = [n for d, n, p in places if d[n] is not fulls[id(p)]]
+        if replaced:
+            raise StateError(f"`{replaced[0]}` was replaced inside gathered(): edit it in place, `p.copy_(new)`")
+    finally:
+        for parameters, name, p in places:
+            parameters[name] = p
+    _settle(params, [fulls[id(p)] for p in params], write)
+
+
+def full_value(param: Tensor) -> Tensor:
+    """The full value in master dtype, detached; a copy. Collective for a `Shard`."""
+    return param.full() if isinstance(param, Shard) else param.detach().clone()
+
+
+def _settle(params: Sequence[Tensor], fulls: Sequence[Tensor], write: bool) -> None:
+    """Write edits back, or make sure that there are none: each rank looks at its own range, all learn the result."""
+    for param, full in zip(params, fulls, strict=True):
+        name = param.name if isinstance(param, Shard) else "the parameter"
+        if write:
+            if isinstance(param, Shard):
+                _check_same_everywhere(name, full, param)
+            with torch.no_grad():
+                param.copy_(full)
+        elif _edited(param, full):
+            raise StateError(
+                f"`{name}` was edited inside gathered() without write=True, so the edit would be lost: type "
+                "gathered(..., write=True)"
+            )
+
+
+def _edited(param: Tensor, full: Tensor) -> bool:
+    if not isinstance(param, Shard):
+        return not torch.equal(_bits(param.detach()), _bits(full))
+    mine = full.reshape(-1)[param.start : param.stop]
+    same = torch.equal(_bits(mine), _bits(param.local.detach()))
+    return _any_rank(param, not same)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _any_rank(param: Shard, flag: bool) -> bool:
+    group = param.spec.group
+    if group is None:
+        return flag
+    count = torch.tensor([int(flag)], dtype=torch.int32, device=param.device)
+    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=group)
+    return bool(count.item())
+
+
+def _check_same_everywhere(name: str, full: Tensor, param: Shard) -> None:
+    if param.spec.group is None:
+        return
+    here = checksum(full)
+    bounds = torch.tensor([here, -here], dtype=torch.int64, device=param.device)
+    torch.distributed.all_reduce(bounds, op=torch.distributed.ReduceOp.MAX, group=param.spec.group)
+    if int(bounds[0]) != -int(bounds[1]):
+        raise StateError(
+            f"`{name}` was edited differently on different ranks inside gathered(write=True): make the same edit on every rank"
+        )

@@ -1,0 +1,197 @@
+"""`shard()`: the one line that a training script changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lamina.core.control import Control
+from lamina.core.mesh import DataMesh, build_mesh
+from lamina.core.shard_tensor import register
+from lamina.core.strategy import Strategy
+from lamina.errors import StateError, UsageError
+from lamina.runtime.agreement import check_same_text, check_start_weights, together
+from lamina.runtime.assemble import (
+    RUNTIMES,
+    Blueprint,
+    Runtime,
+    build_engine,
+    build_units,
+    draw_blueprint,
+    place_slots,
+    register_hooks,
+)
+from lamina.runtime.environment import initialise_distributed, local_cuda_device
+from lamina.runtime.hooks import add_entry_point
+from lamina.runtime.materialise import materialise_buffers
+from lamina.runtime.precision import Precision, is_kept, resolve_precision, wrap_kept_module
+from lamina.runtime.recompute import apply_recompute, check_recompute
+from lamina.runtime.unit import Unit
+from lamina.runtime.units import plan_units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STARTS = ("check", "broadcast", "trust")
+_count = 0  # sharded models in this process: names their agreements
+
+
+def shard(
+    model: nn.Module,
+    strategy: str | Strategy = "zero3",
+    mesh: DeviceMesh | None = None,
+    units: str | Sequence[Any] = "auto",
+    precision: str | Precision | None = None,
+    recompute: str | int = "none",
+    transport: str = "auto",
+    slots: int | None = None,
+    compile: bool = False,
+    seed: int | None = None,
+    start: str = "check",
+    entry_points: Sequence[str] = (),
+    replicate: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+) -> nn.Module:
+    """Shard a model over the ranks, in place, and return it. Collective.
+
+    Afterwards the model is used as before: forward, backward, a torch optimizer over `model.parameters()`. Each rank
+    holds its share of parameters, gradients and optimizer state only.
+
+    Args:
+        model: on the CPU, a device or meta.
+        strategy: "ddp", "zero1", "zero2", "zero3", "hsdp", or `Strategy(params=, grads=, optimizer=)`.
+        mesh: a torch DeviceMesh with axes "replicate" and "shard"; further axes are left alone. None: all ranks.
+        units: what is gathered together: "auto", or module classes, names, patterns, modules, lists of these.
+        precision: "bf16", `Precision(...)`, or None: compute in the parameters' own dtype. Masters are float32 or wider.
+        recompute: "none", "full", "selective", or n for every n-th block.
+        transport: "auto", "c10d" or "peer".
+        slots: units that have a place at the same time (3), or a budget for them in bytes.
+        compile: compile each unit's forward.
+        seed: for parameters on meta; None: rank 0's.
+        start: "check" that all ranks hold the same weights, "broadcast" rank 0's, or "trust".
+        entry_points: further methods of the model that run compute, such as ("encode", "generate").
+        replicate: names or patterns of parameters that are averaged but not sharded.
+        ignore: names or patterns of parameters that are left alone.
+
+    Raises:
+        UsageError, UnitError: an argument that cannot be meant; nothing has been changed.
+        Disagreement: ranks with different models, arguments or start weights; nothing has been changed.
+        InitialisationError: a parameter on meta that nothing initialises.
+    """
+    chosen = _check_arguments(model, recompute, transport, start, precision)
+    initialise_distributed()
+    device = _device_of(model, mesh)
+    data = build_mesh(strategy, mesh, device)
+    global _count
+    _count += 1
+    control = Control(data.control, data.rank, data.world, str(_count))
+    blueprint = together(control, lambda: _plan(model, data, units, chosen, slots, replicate, ignore, entry_points))
+    title = strategy if isinstance(strategy, str) else str(strategy)
+    check_same_text(control, "arguments or models", [f"strategy {title}", f"recompute {recompute}", *blueprint.text()])
+    real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
+    if start == "check" and data.world > 1:
+        check_start_weights(control, [name for name, _ in real], [p for _, p in real])
+    seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
+    native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
+    register()
+    built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
+    records += materialise_buffers(model, device, seed)
+    _move_buffers(model, device)
+    arena = place_slots(built, blueprint.packing, device)
+    engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen.wire)
+    _wrap_forwards(model, built, chosen, recompute, compile)
+    hooks = {} if native else register_hooks(model, built, engine, chosen)
+    for name in entry_points if hooks else ():
+        add_entry_point(hooks[""], model, name)
+    RUNTIMES[model] = Runtime(
+        weakref.ref(model),
+        title,
+        data,
+        control,
+        engine,
+        built,
+        engine.gatherer.transport,
+        chosen,
+        blueprint.packing,
+        arena,
+        records,
+        hooks,
+    )
+    return model
+
+
+def _check_arguments(
+    model: nn.Module, recompute: str | int, transport: str, start: str, precision: str | Precision | None
+) -> Precision:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"lamina.shard() takes an nn.Module, not a {type(model).__name__}")
+    for module in model.modules():
+        if module in RUNTIMES:
+            what = "this model is" if module is model else f"its {type(module).__name__} is"
+            raise StateError(f"{what} sharded already: call lamina.shard() once, on the outermost module")
+    check_recompute(recompute)
+    if transport not in ("auto", "c10d", "peer"):
+        raise UsageError(f"transport={transport!r}: use 'auto', 'c10d' or 'peer'")
+    if start not in STARTS:
+        raise UsageError(f"start={start!r}: use 'check', 'broadcast' or 'trust'")
+    return resolve_precision(precision)
+
+
+def _plan(
+    model: nn.Module,
+    data: DataMesh,
+    units: str | Sequence[Any],
+    precision: Precision,
+    slots: int | None,
+    replicate: Sequence[str],
+    ignore: Sequence[str],
+    entry_points: Sequence[str],
+) -> Blueprint:
+    for name in entry_points:
+        if not callable(getattr(model, name, None)):
+            raise UsageError(f"entry_points={name!r}: {type(model).__name__} has no such method")
+    plans = plan_units(model, units, ignore=ignore, replicate=replicate, entry_points=entry_points)  # type: ignore[arg-type]
+    return draw_blueprint(model, plans, data, precision, slots)
+
+
+def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Where the shards live: the mesh's kind of device, else the model's, else this rank's GPU under a launcher."""
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    on_gpu = [d for d in devices if d.type != "cpu"]
+    if on_gpu:
+        return on_gpu[0]
+    kind = mesh.device_type if mesh is not None else None
+    launched = torch.distributed.is_initialized() and "nccl" in str(torch.distributed.get_backend())
+    if torch.cuda.is_available() and (kind == "cuda" or (kind is None and launched)):
+        return local_cuda_device() if not torch.cuda.is_initialized() else torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _wrap_forwards(
+    model: nn.Module, units: Sequence[Unit], precision: Precision, recompute: str | int, compile: bool
+) -> None:
+    """Innermost first: wide modules, compiled forwards, recomputation."""
+    if precision.compute is not None:
+        for prefix, module in model.named_modules():
+            names = [f"{prefix}.{n}" if prefix else n for n in module._parameters if module._parameters[n] is not None]
+            if names and all(is_kept(name, precision) for name in names):
+                wrap_kept_module(module, precision.master)
+    modules = dict(model.named_modules())
+    blocks = [modules[name] for unit in units if unit.plan.is_block for name in unit.plan.modules]
+    if compile:
+        for unit in units:
+            for name in unit.plan.modules:
+                if name:
+                    modules[name].forward = torch.compile(modules[name].forward)  # type: ignore[method-assign]
+    apply_recompute(recompute, blocks or [modules[n] for u in units for n in u.plan.modules if n])

@@ -1,0 +1,161 @@
+"""Where a module's call meets the engine.
+
+Hooks are registered when the model is sharded: ours is the first before a forward (the weights that older pre-hooks
+read are there) and the last after it. A forward that raises leaves by the same door.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.program import Op
+from lamina.core.slots import Slot
+from lamina.errors import LaminaError, StateError
+from lamina.runtime.engine import Engine
+from lamina.runtime.precision import cast_tree
+from lamina.runtime.unit import Unit
+from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
+
+
+@dataclass
+class Frame:
+    """One call of a hooked module."""
+
+    module: nn.Module
+    owns_phase: bool
+    slots: list[Slot | None]
+    inputs: list[Any]  # autograd nodes
+    input_count: int
+    error_before: BaseException | None  # being handled by the caller already
+
+
+class ModuleHooks:
+    """The two hooks of one module, for the units that its forward opens."""
+
+    def __init__(self, engine: Engine, module: nn.Module, units: Sequence[Unit], compute: torch.dtype | None) -> None:
+        self.engine, self.units, self.compute = engine, list(units), compute
+        self.output: torch.dtype | None = None
+        self.frames: list[Frame] = []
+        self.title = type(module).__name__
+        self._register(module)
+
+    def _register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.after, always_call=True)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.open(module, "forward")
+        if self.compute is not None:
+            args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
+        if torch.is_grad_enabled():
+            frame = self.frames[-1]
+            frame.inputs, frame.input_count = nodes_of_inputs((args, kwargs))
+        return (args, kwargs) if self.compute is not None else None
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.frames or self.frames[-1].module is not module:
+            return None  # our own pre-hook raised
+        cast = cast_tree(output, self.output) if self.output is not None else output
+        self.close(cast)
+        return cast if cast is not output else None
+
+    def open(self, module: nn.Module, entry: str) -> None:
+        """Begin a use of each unit, and the root forward if none is under way."""
+        engine = self.engine
+        owns = engine.phase is None or engine.is_stale()
+        error = sys.exc_info()[1]
+        if owns:
+            engine.begin_forward(self, f"{self.title}.{entry}")
+        slots: list[Slot | None] = []
+        self.frames.append(Frame(module, owns, slots, [], 0, error))
+        try:
+            for unit in self.units:
+                slots.append(engine.enter(unit, Op.FORWARD))
+        except BaseException:
+            self.frames.pop()
+            engine.abandon()
+            raise
+
+    def close(self, output: Any) -> None:
+        """End the uses; make their backward known to autograd."""
+        frame = self.frames.pop()
+        error = sys.exc_info()[1]
+        failed = error is not None and error is not frame.error_before
+        if failed and isinstance(error, LaminaError):
+            self.engine.abandon()
+            return
+        if not failed:
+            self._check_aliases(frame, output)
+            if torch.is_grad_enabled():
+                self._watch(frame, output)
+        for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
+            self.engine.leave(unit, slot)
+        if frame.owns_phase:
+            self.engine.end_forward()
+
+    def _watch(self, frame: Frame, output: Any) -> None:
+        nodes = nodes_of_outputs(output, frame.inputs)
+        if not nodes:
+            if hides_tensors(output):
+                raise StateError(
+                    f"{self.title} returns a {type(output).__name__}, in which lamina finds no tensor: its backward could "
+                    "not be seen. Return tensors, containers of them, or an object with tensors as attributes"
+                )
+            return
+        engine = self.engine
+        for unit, slot in zip(self.units, frame.slots, strict=True):
+            use = Use(unit, slot, frame.input_count)
+            for node in frame.inputs:
+                hook_of(node, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
+            for node in nodes:
+                hook_of(node, engine.begin_use, engine.end_use).begins.append(use)
+
+    def _check_aliases(self, frame: Frame, output: Any) -> None:
+        """A view of a full parameter would show another unit's weights after the use."""
+        owned = {slot.buffer.untyped_storage().data_ptr() for slot in frame.slots if slot is not None}
+        if not owned:
+            return
+        for tensor in tensors_in(output):
+            if _storage(tensor) in owned:
+                raise StateError(
+                    f"{self.title} returns its own weight, or a view of it (shape {tuple(tensor.shape)}): the memory is used "
+                    "for other weights after the forward. Return `weight.clone()`"
+                )
+
+
+def _storage(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # tensor types without storage
+        return None
+
+
+def add_entry_point(hooks: ModuleHooks, module: nn.Module, name: str) -> None:
+    """Let another method of the model run compute: its call is a root forward like any other."""
+    inner: Callable[..., Any] = getattr(module, name)
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        hooks.open(module, name)
+        output = None
+        try:
+            if hooks.compute is not None:
+                args, kwargs = cast_tree(args, hooks.compute), cast_tree(kwargs, hooks.compute)
+            if torch.is_grad_enabled():
+                frame = hooks.frames[-1]
+                frame.inputs, frame.input_count = nodes_of_inputs((args, kwargs))
+            output = inner(*args, **kwargs)
+        except BaseException:
+            hooks.close(None)
+            raise
+        hooks.close(output)
+        return output
+
+    entry.__name__, entry.__doc__ = name, inner.__doc__
+    module.__dict__[name] = entry

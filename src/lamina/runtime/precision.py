@@ -1,0 +1,111 @@
+"""Which dtype each parameter computes in, is mastered in, and travels in.
+
+`torch.autocast` casts again at every operation and leaves 32-bit gathers; casting the whole model loses the masters.
+Here masters are wide, the gathered copy is narrow, patterns stay wide within the same unit, and inputs are cast once at
+each unit's border, never in place. Buffers are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.layout import ParamSpec
+from lamina.errors import UsageError
+
+SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a sharded model.
+
+    Args:
+        compute: dtype of forward and backward; None: each parameter's own.
+        keep: names or patterns of parameters that compute in their master dtype all the same; their modules get wide
+            inputs, and their outputs are cast back.
+        output: dtype of the model's floating outputs; None: as they come.
+        wire: dtype in which gradients travel; None: the dtype they are computed in (sums are in the master's dtype).
+        master: dtype of what the optimizer updates; wider parameters keep their own.
+    """
+
+    compute: torch.dtype | None = None
+    keep: Sequence[str] = ("*norm*",)
+    output: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    master: torch.dtype = torch.float32
+
+
+def resolve_precision(given: str | Precision | None) -> Precision:
+    if given is None:
+        return Precision(keep=())
+    if isinstance(given, Precision):
+        return given
+    if isinstance(given, str) and given in SHORT_NAMES:
+        return Precision(compute=SHORT_NAMES[given])
+    raise UsageError(
+        f"precision={given!r}: use one of {', '.join(map(repr, SHORT_NAMES))}, or lamina.Precision(compute=torch.bfloat16)"
+    )
+
+
+def spec_of(name: str, param: nn.Parameter, precision: Precision) -> ParamSpec:
+    """The dtypes of one parameter. Integers and frozen parameters keep their own bytes as masters."""
+    dtype = param.dtype
+    compute = master = dtype
+    if dtype.is_floating_point:
+        if param.requires_grad:
+            master = torch.promote_types(dtype, precision.master) if dtype.itemsize < 8 else dtype
+        if precision.compute is not None:
+            compute = master if is_kept(name, precision) else precision.compute
+            if not param.requires_grad and compute.itemsize > dtype.itemsize:
+                compute = dtype if not is_kept(name, precision) else master
+    return ParamSpec(name, tuple(param.shape), compute, master, param.requires_grad)
+
+
+def is_kept(name: str, precision: Precision) -> bool:
+    return any(fnmatch(name, pattern) for pattern in precision.keep)
+
+
+def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+    """A copy of a nested value with its floating tensors cast; the value itself where nothing changes."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if isinstance(value, dict) and type(value) is dict:
+        cast: Any = {key: cast_tree(item, dtype) for key, item in value.items()}
+        return cast if any(cast[key] is not value[key] for key in value) else value
+    if isinstance(value, (list, tuple)):
+        items = [cast_tree(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return _cast_object(value, dtype)
+
+
+def _cast_object(value: Any, dtype: torch.dtype) -> Any:
+    """Registered containers, such as the outputs of transformers."""
+    from torch.utils import _pytree as pytree
+
+    if isinstance(value, (type(None), bool, int, float, str)):
+        return value
+    leaves, spec = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    cast = [cast_tree(leaf, dtype) for leaf in leaves]
+    return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else pytree.tree_unflatten(cast, spec)
+
+
+def wrap_kept_module(module: nn.Module, wide: torch.dtype) -> None:
+    """A module whose parameters all stay wide computes wide: inputs are cast, outputs cast back to what came in."""
+    inner: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        came = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        result = inner(*cast_tree(args, wide), **cast_tree(kwargs, wide))
+        return result if came is None or came is wide else cast_tree(result, came)
+
+    module.forward = forward  # type: ignore[method-assign]

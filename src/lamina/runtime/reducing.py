@@ -1,0 +1,282 @@
+"""From full gradients to gradient shards: one unit's reduction.
+
+Note [Reduction]
+    1. A reduction climbs the levels of sharding, innermost first; at each, every rank sends each member its part and
+       sums what it got in float32 (or the master's dtype), in rank order: bitwise the same between runs.
+    2. The last level writes or adds into the gradient range, decided per parameter: is its buffer valid?
+    3. The division by the number of data ranks is ours, once, at the end.
+    4. While micro-batches accumulate, only the levels that gradients are split over are climbed; the partial sums wait
+       in `partial` until the last one.
+    5. On the host, a reduction is finished at moments that its place in the program fixes (the next reduction, a gather
+       of a unit that shares its bytes, the end of the backward), never by what this rank happens to need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lamina.core.control import Control
+from lamina.core.lanes import Lanes, Mark
+from lamina.core.mesh import Group
+from lamina.core.slots import Slot, SlotState, segment_views
+from lamina.runtime.unit import Unit, gradient_dtype
+from lamina.transport.c10d import Transport
+
+
+@dataclass
+class Partial:
+    """Sums of earlier micro-batches that are not reduced to the end."""
+
+    climbed: int  # levels of sharding that are behind them: 0 (whole) or GRADS_LEVEL
+    sums: list[Tensor]  # by segment
+
+
+@dataclass
+class Pending:
+    """A reduction that is under way: what was sent, and what is to become of it."""
+
+    unit: Unit
+    slot: Slot | None  # the slot that the gradients lie in, free again afterwards
+    target: int  # levels to climb
+    climbed: int  # levels behind `rows`, once the works are done
+    rows: list[Tensor] = field(default_factory=list)  # by segment, (members, numel): to be summed over dim 0
+    works: list[dist.Work | None] = field(default_factory=list)
+    replicated: bool = False  # the sum over replicas is what was sent
+
+
+GRADS_LEVEL = 2  # levels 0 and 1 split gradients; level 2 splits the optimizer state further
+ALL_LEVELS = 3
+
+
+class Reducer:
+    """Issues reductions and finishes them in order."""
+
+    def __init__(
+        self, transport: Transport, control: Control, lanes: Lanes, use_inbox: bool, wire: torch.dtype | None = None
+    ) -> None:
+        self.transport, self.control, self.lanes = transport, control, lanes
+        self.use_inbox = use_inbox
+        self.wire = wire  # dtype in which gradients travel; None: the dtype they are computed in
+        self.pending: Pending | None = None
+        self.bytes_moved = 0
+        self.partials: dict[int, Partial] = {}  # by unit
+        self._buffers: dict[str, Tensor] = {}
+        self._staged: Mark | None = None
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def stage(self, unit: Unit) -> list[Tensor]:
+        """A place beside the weights for a unit's gradients, one view a segment."""
+        self.finish()
+        self.lanes.compute.wait(self._staged)
+        if self.wire is None:
+            return segment_views(unit.layout, self._bytes("staging", unit.layout.buffer_bytes, unit.mesh.device))
+        return [
+            self._scratch(f"staging {number}", segment.numel, self.wire_dtype(segment.compute), unit.mesh.device)
+            for number, segment in enumerate(unit.layout.segments)
+        ]
+
+    def wire_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """What a gradient of a floating dtype travels in."""
+        return compute if self.wire is None or not compute.is_floating_point else self.wire
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes held for staging, inboxes and intermediate sums."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _bytes(self, role: str, size_bytes: int, device: torch.device) -> Tensor:
+        held = self._buffers.get(role)
+        if held is None or held.numel() < size_bytes:
+            held = self._buffers[role] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return held[:size_bytes]
+
+    def _scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._bytes(role, numel * dtype.itemsize, device).view(dtype)
+
+    # ---- one reduction -----------------------------------------------------------------------------------------
+
+    def start(self, unit: Unit, sources: Sequence[Tensor], slot: Slot | None, last: bool, defer: bool) -> None:
+        """Reduce `sources`, the unit's gradients on this rank, one tensor a segment; frozen segments are ignored.
+
+        Args:
+            slot: the slot that `sources` are views of, in state GRADS; None where they lie in the staging buffer.
+            last: the last micro-batch: gradients are complete afterwards.
+            defer: until then, keep whole sums on this rank, whatever the strategy says.
+        """
+        self.finish()
+        unit.reduces += 1
+        unit.make_gradients()
+        lane = self.lanes.reduce
+        lane.wait(self.lanes.compute.mark())
+        with torch.no_grad(), lane.running():
+            target = self._target(unit, last, defer)
+            held = self.partials.get(unit.index)
+            if target == 0 or (held is not None and held.climbed == 0):
+                sources = self._add_whole(unit, sources)
+                self._release(slot)
+                slot = None
+                if target == 0:
+                    return
+                del self.partials[unit.index]
+            self.pending = Pending(unit, slot, target, ALL_LEVELS)
+            self._send(self.pending, sources)
+        if lane is not self.lanes.compute:
+            self.finish()  # everything is queued on the lane: the host has nothing to wait for
+
+    def finish(self) -> None:
+        """Complete the reduction that is under way: sums, write or add, slot free."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        for work in pending.works:
+            self.control.wait(work)
+        with torch.no_grad(), self.lanes.reduce.running():
+            self._complete(pending)
+            self._release(pending.slot)
+
+    def _target(self, unit: Unit, last: bool, defer: bool) -> int:
+        factors = unit.mesh.factors
+        complete = factors.grads == factors.world  # nothing is left above the gradients' level
+        if last or factors.world == 1 or (complete and not defer):
+            return ALL_LEVELS
+        return 0 if defer or factors.grads == 1 else GRADS_LEVEL
+
+    def _release(self, slot: Slot | None) -> None:
+        mark = self.lanes.reduce.mark()
+        if slot is None:
+            self._staged = mark
+        else:
+            slot.freed = mark
+            slot.to(SlotState.EMPTY)
+
+    def _add_whole(self, unit: Unit, sources: Sequence[Tensor]) -> list[Tensor]:
+        sums = self._partial(unit, 0, [source.numel() for source in sources]).sums
+        for segment, total, source in zip(unit.layout.segments, sums, sources, strict=True):
+            if segment.trainable:
+                total.add_(source)
+        return sums
+
+    def _partial(self, unit: Unit, climbed: int, numels: Sequence[int]) -> Partial:
+        if unit.index not in self.partials:
+            sums = [
+                torch.zeros(
+                    numel if segment.trainable else 0,
+                    dtype=gradient_dtype(segment.master),
+                    device=unit.mesh.device,
+                )
+                for segment, numel in zip(unit.layout.segments, numels, strict=True)
+            ]
+            self.partials[unit.index] = Partial(climbed, sums)
+        return self.partials[unit.index]
+
+    # ---- levels ------------------------------------------------------------------------------------------------
+
+    def _send(self, pending: Pending, sources: Sequence[Tensor]) -> None:
+        """The first exchange, which runs beside what compute does next."""
+        unit, mesh = pending.unit, pending.unit.mesh
+        first = next((i for i, g in enumerate(mesh.reduce[: pending.target]) if not g.is_trivial), None)
+        pending.climbed = ALL_LEVELS if first is None else first + 1
+        pending.replicated = first is None and not mesh.replicas.is_trivial
+        for number, (segment, source) in enumerate(zip(unit.layout.segments, sources, strict=True)):
+            rows = source.view(1, -1)
+            if segment.trainable and first is not None:
+                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works)
+            elif segment.trainable and pending.replicated:
+                total = self._scratch(f"sum {number}", source.numel(), gradient_dtype(segment.master), source.device)
+                self.bytes_moved += 2 * total.nbytes
+                pending.works.append(self.transport.all_reduce(mesh.replicas, total.copy_(source)))
+                rows = total.view(1, -1)
+            pending.rows.append(rows)
+
+    def _exchange(self, group: Group, source: Tensor, role: str, works: list[dist.Work | None]) -> Tensor:
+        """Every member's part for this rank, (members, numel / members); already summed where there is one row."""
+        self.bytes_moved += source.nbytes
+        numel = source.numel() // group.size
+        if self.use_inbox or source.dtype.itemsize == 2:
+            inbox = self._scratch(role, source.numel(), source.dtype, source.device)
+            works.append(self.transport.all_to_all(group, inbox, source))
+            return inbox.view(group.size, numel)
+        own = source[group.place * numel : (group.place + 1) * numel]
+        works.append(self.transport.reduce_scatter(group, own, source))
+        return own.view(1, numel)
+
+    def _complete(self, pending: Pending) -> None:
+        unit, climbed = pending.unit, pending.climbed
+        held = self.partials.get(unit.index) if pending.target == ALL_LEVELS else None
+        for number, segment in enumerate(unit.layout.segments):
+            if not segment.trainable:
+                continue
+            rows, level = pending.rows[number], climbed
+            if pending.target == GRADS_LEVEL or held is not None:
+                rows = self._climb(unit, number, rows, level, GRADS_LEVEL)
+                partial = self._partial(unit, GRADS_LEVEL, self._numels_at_grads(unit))
+                for row in rows:
+                    partial.sums[number].add_(row)
+                rows, level = partial.sums[number].view(1, -1), max(level, GRADS_LEVEL)
+            if pending.target == ALL_LEVELS:
+                rows = self._climb(unit, number, rows, level, ALL_LEVELS)
+                if not unit.mesh.replicas.is_trivial and not pending.replicated:
+                    rows = self._over_replicas(unit, number, rows)
+                self._deliver(unit, number, rows)
+        if pending.target == ALL_LEVELS:
+            self.partials.pop(unit.index, None)
+            unit.valid = [True] * len(unit.valid)
+
+    def _numels_at_grads(self, unit: Unit) -> list[int]:
+        return [segment.numel // unit.mesh.factors.grads for segment in unit.layout.segments]
+
+    def _climb(self, unit: Unit, number: int, rows: Tensor, level: int, target: int) -> Tensor:
+        for index in range(level, target):
+            group = unit.mesh.reduce[index]
+            if group.is_trivial:
+                continue
+            works: list[dist.Work | None] = []
+            rows = self._exchange(group, self._sum(unit, number, rows, f"sum {index}"), f"outer {index}", works)
+            for work in works:
+                self.control.wait(work)
+        return rows
+
+    def _over_replicas(self, unit: Unit, number: int, rows: Tensor) -> Tensor:
+        total = self._sum(unit, number, rows, "replicas")
+        self.bytes_moved += 2 * total.nbytes
+        self.control.wait(self.transport.all_reduce(unit.mesh.replicas, total))
+        return total.view(1, -1)
+
+    def _sum(self, unit: Unit, number: int, rows: Tensor, role: str) -> Tensor:
+        dtype = gradient_dtype(unit.layout.segments[number].master)
+        total = self._scratch(role, rows.shape[1], dtype, rows.device)
+        total.copy_(rows[0])
+        for row in rows[1:]:
+            total.add_(row)
+        return total
+
+    def _deliver(self, unit: Unit, number: int, rows: Tensor) -> None:
+        """Write or add the mean into the gradient range, by parameter."""
+        grad, factor = unit.grads[number], 1.0 / unit.mesh.world
+        for start, stop, valid in self._runs(unit, number):
+            target = grad[start:stop]
+            if not valid:
+                target.copy_(rows[0, start:stop]).mul_(factor)
+            for row in rows if valid else rows[1:]:
+                target.add_(row[start:stop], alpha=factor)
+
+    def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
+        """Stretches of the gradient range whose content is all valid (add) or all not (write)."""
+        before = sum(len(segment.params) for segment in unit.layout.segments[:number])
+        segment = unit.layout.segments[number]
+        valid = unit.valid[before : before + len(segment.params)]
+        if all(valid) or not any(valid):
+            return [(0, segment.range_numel, valid[0])]
+        runs, index = [], unit.mesh.range_index
+        for i, is_valid in enumerate(valid):
+            start, stop = segment.owned(i, index)
+            offset = segment.offset_in_range(i, index)
+            if stop > start:
+                runs.append((offset, offset + stop - start, is_valid))
+        return runs

@@ -1,0 +1,107 @@
+"""What a sharded model is made of and has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from lamina.core.layout import short_dtype
+from lamina.runtime.access import runtime_of
+from lamina.runtime.unit import Unit
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit on this rank."""
+
+    name: str
+    parameters: int  # elements, whole
+    bytes: int  # of its slot, whole, with padding
+    gathers: int
+    reduces: int
+    overflows: int  # gathers that found their slot in use
+    dtypes: str  # compute (master)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A sharded model on this rank; `str()` is a table."""
+
+    strategy: str
+    world: int
+    transport: str
+    units: tuple[UnitReport, ...]
+    memory: dict[str, int]  # bytes on this rank by kind
+    bytes_gathered: int
+    bytes_reduced: int
+    initialised: dict[str, str]  # parameter -> what gave it its value
+
+    @property
+    def gathers(self) -> int:
+        return sum(unit.gathers for unit in self.units)
+
+    @property
+    def reduces(self) -> int:
+        return sum(unit.reduces for unit in self.units)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    def __str__(self) -> str:
+        width = max([len(unit.name) for unit in self.units] + [4])
+        lines = [f"{self.strategy} over {self.world} ranks, transport {self.transport}"]
+        lines.append(f"{'unit':<{width}}  {'parameters':>12} {'slot':>10} {'gathers':>8} {'reduces':>8}  dtypes")
+        lines += [
+            f"{u.name:<{width}}  {u.parameters:>12,} {readable_bytes(u.bytes):>10} {u.gathers:>8} {u.reduces:>8}  {u.dtypes}"
+            + (f"  ({u.overflows} overflows)" if u.overflows else "")
+            for u in self.units
+        ]
+        kinds = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in self.memory.items())
+        lines.append(f"on this rank: {readable_bytes(self.memory_bytes)} ({kinds})")
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """Units, memory and counters of a sharded model on this rank. Local: no communication."""
+    runtime = runtime_of(model)
+    engine = runtime.engine
+    memory = {
+        "masters": sum(m.nbytes for unit in runtime.units for m in unit.masters),
+        "gradients": sum(g.nbytes for unit in runtime.units for g in unit.grads),
+        "slots": runtime.arena.nbytes,
+        "published": sum(p.nbytes for unit in runtime.units for p in unit.published),
+        "overflow": sum(s.buffer.untyped_storage().nbytes() for unit in runtime.units for s in unit.overflow),
+        "reduction": engine.reducer.buffer_bytes,
+        "accumulated": sum(s.nbytes for p in engine.reducer.partials.values() for s in p.sums),
+    }
+    return Report(
+        runtime.strategy,
+        runtime.mesh.world,
+        runtime.transport.name,
+        tuple(map(_unit_report, runtime.units)),
+        {kind: size for kind, size in memory.items() if size},
+        engine.gatherer.bytes_moved,
+        engine.reducer.bytes_moved,
+        {record.name: record.source for record in runtime.records},
+    )
+
+
+def _unit_report(unit: Unit) -> UnitReport:
+    dtypes = ", ".join(
+        f"{short_dtype(s.compute)} ({short_dtype(s.master)})" + ("" if s.trainable else " frozen")
+        for s in unit.layout.segments
+    )
+    return UnitReport(
+        unit.name, unit.layout.numel, unit.layout.buffer_bytes, unit.gathers, unit.reduces, unit.overflows, dtypes
+    )
+
+
+def readable_bytes(size: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for word in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or word == "TiB":
+            return f"{size:.0f} {word}" if word == "B" else f"{size:.1f} {word}"
+        size /= 1024
+    raise AssertionError

@@ -1,0 +1,285 @@
+"""One unit at work: its persistent parameters, masters and gradients, and the exchange with the full parameters.
+
+`UnitPlan` and `UnitLayout` say which parameters belong together and where they lie; this object holds the tensors. The
+user's own Parameter objects stay outside compute (`Shard`s, or plain where the optimizer state is not split); inside a
+use the modules see the full parameters of a slot.
+
+Note [Whose memory]
+    masters[s]  (S,)  this rank's range of segment s, in master dtype; the optimizer writes it at any time
+    grads[s]    (S,)  the same range of the gradient, float32 or wider; p.grad is a view of it
+    published[s] (P,) compute-dtype copy of the wider range that the gathers read, only where optimizer state is split
+                      further than parameters
+    A *plain* unit (optimizer state not split, computed in master dtype) has no copies: its full parameters are the
+    user's parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.layout import ParamSpec, UnitLayout
+from lamina.core.mesh import DataMesh
+from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
+from lamina.core.shard_tensor import Shard, convert_
+from lamina.core.slots import Slot
+from lamina.errors import ParameterChanged
+from lamina.runtime.units import UnitPlan
+
+
+@dataclass
+class Entry:
+    """One place in a module where a parameter is swapped in and out."""
+
+    parameters: dict[str, nn.Parameter | None]  # the module's own dict
+    attribute: str
+    position: int  # number of the parameter in the layout
+    path: str  # qualified name of this place
+
+
+class Unit:
+    """Tensors of one unit on this rank."""
+
+    def __init__(
+        self,
+        index: int,
+        plan: UnitPlan,
+        layout: UnitLayout,
+        mesh: DataMesh,
+        params: Sequence[nn.Parameter],
+        entries: Sequence[Entry],
+        plain: bool,
+    ) -> None:
+        self.index, self.plan, self.layout, self.mesh = index, plan, layout, mesh
+        self.name = plan.name or "root"
+        self.params = list(params)  # the user's objects, in layout order
+        self.entries = list(entries)
+        self.plain = plain
+        self.sharded = mesh.factors.shards_parameters
+        self.trainable = any(spec.trainable for spec in layout.params)
+        self.dirty = DirtyFlag(True)
+        self.slot: Slot | None = None  # home; None for a plain unit
+        self.overflow: list[Slot] = []
+        self.windows = 0  # open uses whose modules see full parameters
+        self.kept = 0  # `keep` scopes that hold it
+        self.alive_uses = 0  # forward visits whose graph may still be run backward
+        self.gathers = self.reduces = self.overflows = 0
+        self.recurrent: list[nn.Module] = []  # modules that hold a list of their weights beside the dict
+        self.masters: list[Tensor] = []
+        self.published: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self.grad_views: list[Tensor] = []  # what p.grad is, in layout order; empty where frozen
+        self.valid = [False] * len(self.params)  # the gradient buffer holds this parameter's accumulated gradient
+        self.touched = [False] * len(self.params)  # this rank contributed in the current backward
+        self.fresh = False  # plain units: p.grad holds this backward's gradients only
+        self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
+
+    # ---- masters -----------------------------------------------------------------------------------------------
+
+    def adopt_values(self, values: Sequence[Tensor]) -> None:
+        """Cut the full values into masters; the user's parameters become `Shard`s, or plain full masters."""
+        index = self.mesh.range_index
+        position = 0
+        for segment in self.layout.segments:
+            master = torch.zeros(segment.range_numel, dtype=segment.master, device=self.mesh.device)
+            for i, spec in enumerate(segment.params):
+                start, stop = segment.owned(i, index)
+                offset = segment.offset_in_range(i, index)
+                local = master[offset : offset + stop - start]
+                local.copy_(values[position].detach().reshape(-1)[start:stop])
+                self.locals.append(local)
+                self._become(position, spec, local, [segment.owned(i, r) for r in range(segment.factor)])
+                position += 1
+            self.masters.append(master)
+        factors = self.mesh.factors
+        if factors.shards_parameters and factors.optimizer > factors.params:
+            for segment in self.layout.segments:
+                numel = segment.numel // factors.params
+                self.published.append(torch.zeros(numel, dtype=segment.compute, device=self.mesh.device))
+
+    def _become(self, position: int, spec: ParamSpec, local: Tensor, pieces: list[tuple[int, int]]) -> None:
+        param = self.params[position]
+        factors = self.mesh.factors
+        if not factors.uses_shards:
+            if param.data_ptr() != local.data_ptr():
+                grad, param.grad = param.grad, None
+                param.data = local.view(spec.shape)
+                if grad is not None:
+                    param.grad = grad.to(param.dtype)
+            return
+        group = self.mesh.shard_group
+        ranges = tuple(pieces[factors.range_index(rank)] for rank in range(factors.optimizer))
+        outer, larger = _further_axes(param)
+        shard_spec = ShardSpec(
+            spec.name, torch.Size(spec.shape), ranges, group.place, group.pg, outer, larger, self.dirty
+        )
+        convert_(param, local, shard_spec)
+
+    # ---- exchange ----------------------------------------------------------------------------------------------
+
+    def swap_in(self, slot: Slot, forward: bool) -> None:
+        """Let the modules see the full parameters of `slot`."""
+        fulls = slot.fulls
+        for entry in self.entries:
+            param = self.params[entry.position]
+            found = entry.parameters.get(entry.attribute)
+            if found is not param and self.windows == 0:
+                raise ParameterChanged(_replaced(entry, found))
+            full = fulls[entry.position]
+            if forward and full.requires_grad is not param.requires_grad:
+                self._follow_requires_grad(entry.position, full, param)
+            entry.parameters[entry.attribute] = full
+        for module in self.recurrent:
+            module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+
+    def swap_out(self) -> None:
+        for entry in self.entries:
+            entry.parameters[entry.attribute] = self.params[entry.position]
+        for module in self.recurrent:
+            module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+
+    def _follow_requires_grad(self, position: int, full: nn.Parameter, param: nn.Parameter) -> None:
+        spec = self.layout.params[position]
+        if param.requires_grad and not spec.trainable:
+            raise ParameterChanged(
+                f"`{spec.name}` was frozen when the model was sharded and requires a gradient now: its unit has no place "
+                "for one. Set requires_grad before lamina.shard(), or build and shard the model anew"
+            )
+        full.requires_grad_(param.requires_grad)
+
+    def check_masters(self) -> None:
+        """Every parameter is still a view of its master: `.to()`, `.double()` and the like would have moved it."""
+        if self.plain or all(p.local is m for p, m in zip(self.params, self.locals, strict=True) if type(p) is Shard):
+            if self.mesh.factors.uses_shards or self.plain or self._in_place():
+                return
+        for param, spec in zip(self.params, self.layout.params, strict=True):
+            if param.dtype is not spec.master:
+                raise ParameterChanged(
+                    f"`{spec.name}` was cast from {spec.master} to {param.dtype} after lamina.shard(): cast the model "
+                    "before it, or use precision="
+                )
+            if param.device != self.mesh.device:
+                raise ParameterChanged(
+                    f"`{spec.name}` was moved from {self.mesh.device} to {param.device} after lamina.shard(): move the "
+                    "model before it"
+                )
+        self.re_home()
+
+    def _in_place(self) -> bool:
+        position = 0
+        for segment, master in zip(self.layout.segments, self.masters, strict=True):
+            storage = master.untyped_storage().data_ptr()
+            for _ in segment.params:
+                local = local_of(self.params[position])
+                if local.numel() and local.untyped_storage().data_ptr() != storage:
+                    return False
+                position += 1
+        return True
+
+    def re_home(self) -> None:
+        """Copy values that were given other memory (`.data =`, no-op casts) back into the masters."""
+        index, position = self.mesh.range_index, 0
+        with torch.no_grad():
+            for segment, master in zip(self.layout.segments, self.masters, strict=True):
+                for i, spec in enumerate(segment.params):
+                    start, stop = segment.owned(i, index)
+                    offset = segment.offset_in_range(i, index)
+                    place = master[offset : offset + stop - start]
+                    param = self.params[position]
+                    place.copy_(local_of(param).reshape(-1))
+                    if isinstance(param, Shard):
+                        param.local = self.locals[position] = place
+                    else:
+                        param.data = place.view(spec.shape)
+                    position += 1
+        self.dirty.mark()
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def make_gradients(self) -> None:
+        """Allocate the gradient ranges, once."""
+        if self.grads:
+            return
+        index = self.mesh.range_index
+        position = 0
+        for segment in self.layout.segments:
+            numel = segment.range_numel if segment.trainable else 0
+            grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.mesh.device)
+            self.grads.append(grad)
+            for i, spec in enumerate(segment.params):
+                start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
+                offset = segment.offset_in_range(i, index)
+                local = grad[offset : offset + stop - start]
+                param = self.params[position]
+                if isinstance(param, Shard):
+                    self.grad_views.append(Shard(local, param.spec.derived))
+                else:
+                    self.grad_views.append(local.view(spec.shape) if segment.trainable else local)
+                position += 1
+
+    def note_existing_gradients(self) -> None:
+        """Before the first reduction of a backward: which gradients are there to be added to."""
+        self.make_gradients()
+        for i, (param, view) in enumerate(zip(self.params, self.grad_views, strict=True)):
+            grad = param.grad
+            self.valid[i] = grad is not None
+            if grad is not None and grad is not view:
+                local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
+            elif grad is None and self.layout.params[i].trainable:
+                self._leave_to_the_user(i, view)
+
+    def _leave_to_the_user(self, position: int, view: Tensor) -> None:
+        """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
+        # references: grad_views, the caller's `view` and loop variable, this frame, getrefcount's argument
+        if isinstance(view, Shard) and (sys.getrefcount(view) > 6 or sys.getrefcount(view.local) > 2):
+            place = view.local
+            view.local = place.clone()
+            self.grad_views[position] = Shard(place, view.spec)
+        elif not isinstance(view, Shard) and sys.getrefcount(view) > 6:
+            place = view.detach()
+            view.set_(view.clone().untyped_storage(), 0, view.shape, view.stride())
+            self.grad_views[position] = place.view(place.shape)
+
+    def bind_gradients(self, used: Sequence[bool]) -> None:
+        """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
+        for i, param in enumerate(self.params):
+            if not used[i]:
+                continue
+            grad = self.grad_views[i]
+            if not self.plain and param._backward_hooks:
+                for hook in list(param._backward_hooks.values()):
+                    changed = hook(grad)
+                    if changed is not None and changed is not grad:
+                        local_of(grad).copy_(local_of(changed))
+            if param.grad is not grad:
+                param.grad = grad
+            if not self.plain and param._post_accumulate_grad_hooks:
+                for hook in list(param._post_accumulate_grad_hooks.values()):
+                    hook(param)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, Shard) else tensor
+
+
+def gradient_dtype(master: torch.dtype) -> torch.dtype:
+    """Gradients are summed in float32, or in the master's dtype where that is wider."""
+    return torch.promote_types(master, torch.float32) if master.is_floating_point or master.is_complex else master
+
+
+def _further_axes(param: nn.Parameter) -> tuple[tuple, GlobalSpec | None]:
+    """Groups and global shape of a parameter that is itself a part of something larger (tensor parallelism)."""
+    part = getattr(param, "lamina_part", None)
+    return (part.groups, part.spec) if part is not None else ((), None)
+
+
+def _replaced(entry: Entry, found: object) -> str:
+    what = "was deleted" if found is None else f"was replaced by a new {type(found).__name__}"
+    return (
+        f"`{entry.path}` {what} after lamina.shard(). Change values in place instead: `with torch.no_grad(): "
+        "p.copy_(new)`, `load_state_dict(..., assign=False)`, or `with lamina.gathered(module, write=True)`"
+    )

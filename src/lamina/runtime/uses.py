@@ -1,0 +1,142 @@
+"""When a unit's backward begins and ends, read off autograd's own graph.
+
+Other runtimes wrap inputs and outputs in autograd Functions (views that the parent changes in place break, containers
+they do not know lose their hook), or take "all parameter gradients have come" for the end (weights are read later with
+LoRA, detached weights, two inputs, nested checkpoints). Here hooks sit on the nodes that exist anyway.
+
+Note [Begin and end]
+    1. A backward use begins when the node of any of the unit's outputs is about to run (its base's node as well, where
+       an output is a view: a parent's in-place change moves the output to another node).
+    2. It ends when the node of a differentiable input is about to run. The engine picks the ready node made last; every
+       node of the unit was made after its inputs' nodes, and a node that is not ready waits for one made even later. So
+       when an input's node is picked, all nodes of the unit that this graph task runs have run. (AccumulateGrad runs at
+       once, so gradients are there too.) With inputs on several devices there are several queues: all must pass.
+    3. Without such an input it ends with the graph task.
+    4. On one node, ends come before begins: what has ended frees its slot for what begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.core.slots import Slot
+from lamina.runtime.unit import Unit
+
+PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+MAXIMAL_DEPTH = 6
+NODE_KEY = "lamina"
+
+
+class Use:
+    """One forward visit of a unit whose graph is alive; held by the nodes of that graph only (it must not hold them)."""
+
+    __slots__ = ("unit", "slot", "input_count", "waiting", "active_in", "done", "__weakref__")
+
+    def __init__(self, unit: Unit, slot: Slot | None, input_count: int) -> None:
+        self.unit, self.slot = unit, slot
+        self.input_count = input_count  # input nodes that must pass before the end; 0: the end of the graph task
+        self.waiting = 0
+        self.active_in: int | None = None  # the graph task in which its backward is under way
+        self.done = False
+        unit.alive_uses += 1
+
+    def finish(self) -> None:
+        """No backward of this use can come any more."""
+        if not self.done:
+            self.done = True
+            self.unit.alive_uses -= 1
+
+    def __del__(self) -> None:
+        self.finish()
+
+
+class NodeHook:
+    """All begins and ends that lamina has on one autograd node."""
+
+    __slots__ = ("begins", "ends", "begin", "end")
+
+    def __init__(self, begin: Callable[[Use], None], end: Callable[[Use], None]) -> None:
+        self.begins: list[Use] = []
+        self.ends: list[weakref.ref[Use]] = []
+        self.begin, self.end = begin, end
+
+    def __call__(self, grads: Any) -> None:
+        for reference in self.ends:
+            use = reference()
+            if use is not None:
+                self.end(use)
+        for use in self.begins:
+            self.begin(use)
+
+
+def hook_of(node: Any, begin: Callable[[Use], None], end: Callable[[Use], None]) -> NodeHook:
+    """The hook on `node`, registered the first time."""
+    hook = node.metadata.get(NODE_KEY)
+    if hook is None:
+        hook = node.metadata[NODE_KEY] = NodeHook(begin, end)
+        node.register_prehook(hook)
+    return hook
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Every tensor in a nested value: containers, dataclasses, and the attributes of other objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PLAIN_LEAVES) or depth > MAXIMAL_DEPTH:
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+    elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
+        yield from _attributes(value, depth)
+
+
+def _attributes(value: Any, depth: int) -> Iterator[Tensor]:
+    for name in getattr(type(value), "__slots__", ()):
+        yield from tensors_in(getattr(value, name, None), depth + 1)
+    for item in getattr(value, "__dict__", {}).values():
+        yield from tensors_in(item, depth + 1)
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether a returned value is of a kind that could hold tensors where nobody sees them."""
+    return callable(value) or hasattr(value, "__next__")
+
+
+def nodes_of_inputs(values: Any) -> tuple[list[Any], int]:
+    """Nodes of the differentiable inputs, and how many must pass before the use has ended (0: unknown)."""
+    nodes, devices = [], set()
+    for tensor in tensors_in(values):
+        if tensor.requires_grad:
+            devices.add(tensor.device)
+            if tensor.grad_fn is not None and all(tensor.grad_fn is not n for n in nodes):
+                nodes.append(tensor.grad_fn)
+    return nodes, (1 if len(devices) == 1 else len(nodes)) if nodes else 0
+
+
+def nodes_of_outputs(values: Any, inputs: list[Any]) -> list[Any]:
+    """Nodes whose turn means that the unit's backward begins."""
+    nodes: list[Any] = []
+
+    def take(node: Any) -> None:
+        if node is not None and all(node is not n for n in nodes) and all(node is not n for n in inputs):
+            nodes.append(node)
+
+    for tensor in tensors_in(values):
+        if tensor.requires_grad:
+            take(tensor.grad_fn)
+            if tensor._is_view() and tensor._base is not None:
+                take(tensor._base.grad_fn)
+    return nodes

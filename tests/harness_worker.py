@@ -1,0 +1,170 @@
+"""The rank's half of the test harness: serve calls over a pipe until the test session ends.
+
+Kept apart from harness.py so that a rank imports no more than it needs, and because the fork server looks the entry
+function up by module name.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    payload: bytes  # pickle of (fn, args, kwargs)
+    modules: dict[str, str]  # module name -> source file, to be imported before the payload is read
+    debug: bool
+
+
+class Answer(NamedTuple):
+    payload: bytes | None  # pickle of what fn returned
+    error: tuple[str, str, str] | None  # type name, message, traceback
+
+
+class Settled(NamedTuple):
+    in_step: bool  # the default group still works and all ranks are at the same call
+    groups: int  # process groups alive in this rank
+
+
+def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: Path) -> None:
+    """Entry point of a rank process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session, which ends the ranks
+    stack = stack_file.open("w")  # must outlive this function's locals: faulthandler keeps only its descriptor
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    gc.collect()
+    gc.freeze()  # torch's own objects need not be looked at after every call
+    pipe.send_bytes(pickle.dumps(_settle(0)))
+    calls = 0
+    while True:
+        try:
+            message = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        if message is None:
+            reply: Answer | Settled = _settle(calls)
+        else:
+            calls += 1
+            reply = _answer(message)
+        pipe.send_bytes(pickle.dumps(reply))
+
+
+def _answer(call: Call) -> Answer:
+    try:
+        _reset()
+        for name, file in call.modules.items():
+            _import(name, file)
+        _apply_debug(call.debug)
+        fn, args, kwargs = pickle.loads(call.payload)
+        answer = Answer(pickle.dumps(fn(*args, **kwargs)), None)
+    except BaseException as error:  # SystemExit and pytest's outcomes too: the test must hear of them
+        answer = Answer(None, (type(error).__name__, str(error), traceback.format_exc()))
+        error.__traceback__ = None  # frees the frames, and with them the tensors that they hold
+    _reset()
+    return answer
+
+
+def _settle(calls: int) -> Settled:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return Settled(False, 0)
+    mine = torch.tensor([calls, -calls], dtype=torch.int64)
+    try:
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    except RuntimeError:
+        return Settled(False, 0)
+    return Settled(mine.tolist() == [calls, -calls], len(dist.distributed_c10d._world.pg_map))
+
+
+def _reset() -> None:
+    """The state in which every call starts."""
+    import numpy
+    import torch
+
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    if torch.are_deterministic_algorithms_enabled():  # asked first: setting it imports the compiler, two seconds a rank
+        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    gc.collect()
+
+
+def _apply_debug(debug: bool) -> None:
+    if debug:
+        import lamina
+
+        switch: Any = getattr(lamina, "debug", None)
+        if callable(switch):
+            switch(True)
+
+
+def _import(name: str, file: str) -> ModuleType:
+    """The module of that name if it comes from that file, else the file under that name."""
+    try:
+        module = importlib.import_module(name)
+        if getattr(module, "__file__", None) == file:
+            return module
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise  # the module was found, but something that it imports is missing
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    _make_parents(name, Path(file))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _make_parents(name: str, file: Path) -> None:
+    """`import a.b` wants `a` first: stand-ins for the folders above a test file that are no packages."""
+    names = name.split(".")[:-1]
+    for depth in range(1, len(names) + 1):
+        parent = ".".join(names[:depth])
+        try:
+            importlib.import_module(parent)
+        except ModuleNotFoundError:
+            package = ModuleType(parent)
+            package.__path__ = [str(file.parents[len(names) - depth])]
+            sys.modules[parent] = package
+
+
+def _end_with_parent() -> None:
+    """A rank that waits in a collective would outlive a killed test session."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

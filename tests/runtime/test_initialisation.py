@@ -1,0 +1,507 @@
+"""Initialisation: `deferred` equals eager construction bit for bit, meta modules run their initialisers, or an error."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lamina.errors import InitialisationError, StateError
+from lamina.runtime.deferred import deferred
+from lamina.runtime.materialise import InitRecord, Materialised, materialise, materialise_buffers
+
+SEED = 3
+
+
+def materialise_all(model: nn.Module, seed: int = SEED) -> Materialised:
+    return materialise(model, list(model.named_parameters()), "cpu", seed)
+
+
+def assert_equals_eager(build: Callable[[], nn.Module], backwards: bool = False) -> nn.Module:
+    """Deferred and eager construction agree in every bit, one parameter at a time, and nothing outside moves."""
+    torch.manual_seed(SEED)
+    eager = build()
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    with deferred(SEED):
+        lazy = build()
+    assert torch.equal(before, torch.get_rng_state())
+    want = dict(eager.named_parameters())
+    named = list(lazy.named_parameters())
+    assert [name for name, _ in named] == list(want)
+    assert all(type(p) is nn.Parameter and p.is_meta for _, p in named)
+    for name, parameter in reversed(named) if backwards else named:
+        got = materialise(lazy, [(name, parameter)], "cpu")
+        value = got.values[name]
+        assert value.dtype == want[name].dtype and value.is_contiguous() and not value.requires_grad
+        assert torch.equal(value, want[name]), name
+        assert parameter.requires_grad == want[name].requires_grad
+        assert got.records == (InitRecord(name, "deferred"),)
+    assert torch.equal(before, torch.get_rng_state())
+    buffers = dict(lazy.named_buffers())
+    for name, buffer in eager.named_buffers():
+        assert not buffers[name].is_meta and torch.equal(buffers[name], buffer), name
+    return lazy
+
+
+class AdaLN(nn.Module):
+    """A zero-initialisation written by the parent, after the child's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((6,), 0.5))
+        self.out = nn.Linear(6, 12)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+
+class Rotary(nn.Module):
+    def __init__(self, dim: int = 8, length: int = 16) -> None:
+        super().__init__()
+        inv_freq = 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        angles = torch.outer(torch.arange(length).float(), inv_freq)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("noise", torch.randn(4))
+        self.proj = nn.Linear(dim, dim)
+
+
+class Owner(nn.Module):
+    """One parameter, and a function that initialises it."""
+
+    def __init__(self, init: Callable[[nn.Parameter], object], shape: tuple[int, ...] = (12, 7)) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(shape))
+        init(self.w)
+
+
+class SmallLanguageModel(nn.Module):
+    """In the manner of Hugging Face: one method knows all modules, and the head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(20, 8, padding_idx=1)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.emb.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if module.bias is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if module.padding_idx is not None:
+                module.weight.data[module.padding_idx].zero_()
+        elif isinstance(module, nn.LayerNorm):
+            module.weight.data.fill_(1.0)
+            module.bias.data.zero_()
+
+
+def _own_arithmetic() -> nn.Module:
+    model = nn.Module()
+    model.table = nn.Parameter(torch.randn(30, 5) * 0.02)
+    model.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+    model.eps = nn.Parameter(torch.ones(()) * 1e-3)
+    model.copy = nn.Parameter(model.table[:3] * 2)
+    model.register_buffer("norm", model.table.norm())
+    model.frozen = nn.Parameter(torch.arange(6, dtype=torch.int32), requires_grad=False)
+    return model
+
+
+def _aliases() -> nn.Module:
+    """A tensor and the parameter made from it share memory, whichever is written."""
+    model = nn.Module()
+    base = torch.zeros(4, 3)
+    model.w = nn.Parameter(base)
+    nn.init.normal_(base[:2])
+    with torch.no_grad():
+        model.w[2:].uniform_()
+    model.register_buffer("twice", base * 2)
+    model.t = nn.Parameter(base.t())
+    return model
+
+
+def _reads_and_writes(w: nn.Parameter) -> None:
+    with torch.no_grad():
+        w.normal_()
+        for row in range(1, w.shape[0]):
+            w[row] = w[row - 1] * 0.5 + w[row]
+        w[w > 1] = 0
+        w[torch.tensor([0, 2])] += 1
+        w /= w.norm()
+        w[0, 0] = w.sum().item() + sum(w[1].tolist()) + float(w.detach().numpy()[2, 2])
+
+
+def _generator(w: nn.Parameter) -> None:
+    nn.init.normal_(w, generator=torch.Generator().manual_seed(5))
+
+
+def _reseeded() -> nn.Module:
+    first = nn.Linear(5, 5)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        second = nn.Linear(5, 5)
+    return nn.Sequential(first, second, nn.Linear(5, 5))
+
+
+def _device_dependent() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    assert layer.weight.device.type == "cpu" and not layer.weight.is_meta
+    assert layer.weight.to("cpu") is layer.weight and layer.weight.cpu() is layer.weight
+    layer.register_buffer("mask", torch.ones(4, 4, device=layer.weight.device).tril())
+    layer.register_buffer("start", layer.weight.detach().clone())
+    return layer
+
+
+def _tied_cast() -> nn.Module:
+    model = nn.Module()
+    model.a, model.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.b.weight = model.a.weight
+    model.bfloat16()
+    assert model.a.weight is model.b.weight
+    return model
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(33, 17),
+    "embedding": lambda: nn.Embedding(11, 5, padding_idx=2),
+    "layer_norm": lambda: nn.LayerNorm(5),
+    "batch_norm": lambda: nn.BatchNorm2d(4),
+    "conv": lambda: nn.Conv2d(3, 4, 3),
+    "conv_channels_last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "lstm": lambda: nn.LSTM(5, 6, 2),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "encoder_layer": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "transformer": lambda: nn.Transformer(8, 2, 1, 2, 16, batch_first=True),
+    "adaln": lambda: nn.Sequential(AdaLN(), nn.Sequential(AdaLN(), nn.Linear(3, 3))),
+    "rotary": Rotary,
+    "language_model": SmallLanguageModel,
+    "deepcopies": lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in [nn.Linear(4, 4)] * 3)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)),
+    "orthogonal_parametrization": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 5)),
+    "bfloat16": lambda: nn.Linear(5, 6).bfloat16(),
+    "tied_cast": _tied_cast,
+    "arithmetic": _own_arithmetic,
+    "aliases": _aliases,
+    "reseeded": _reseeded,
+    "device": _device_dependent,
+    "inside_meta_device": lambda: Owner(nn.init.xavier_normal_),
+    "orthogonal": lambda: Owner(nn.init.orthogonal_),
+    "trunc_normal": lambda: Owner(nn.init.trunc_normal_),
+    "eye": lambda: Owner(nn.init.eye_),
+    "dirac": lambda: Owner(nn.init.dirac_, (4, 3, 3)),
+    "sparse": lambda: Owner(lambda w: nn.init.sparse_(w, 0.3)),
+    "kaiming": lambda: Owner(lambda w: nn.init.kaiming_normal_(w, nonlinearity="relu")),
+    "data_normal": lambda: Owner(lambda w: w.data.normal_().clamp_(-1, 1)),
+    "halves": lambda: Owner(lambda w: (nn.init.normal_(w[:5]), nn.init.zeros_(w[5:]))),
+    "reads_and_writes": lambda: Owner(_reads_and_writes),
+    "generator": lambda: Owner(_generator),
+    "parameter_list": lambda: nn.ParameterList(torch.randn(3) for _ in range(3)),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_deferred_equals_eager(name: str) -> None:
+    assert_equals_eager(BUILDS[name])
+
+
+@pytest.mark.parametrize("name", ["transformer", "language_model", "arithmetic", "reads_and_writes", "aliases"])
+def test_the_order_of_materialising_does_not_matter(name: str) -> None:
+    assert_equals_eager(BUILDS[name], backwards=True)
+
+
+def test_deferred_inside_a_meta_device_context_is_still_recorded() -> None:
+    torch.manual_seed(SEED)
+    eager = AdaLN()
+    with deferred(SEED), torch.device("meta"):
+        lazy = AdaLN()
+    values = materialise_all(lazy).values
+    assert all(torch.equal(values[name], p) for name, p in eager.named_parameters())
+
+
+def test_identity_and_ties_are_kept() -> None:
+    with deferred(SEED):
+        model = SmallLanguageModel()
+    assert model.head.weight is model.emb.weight
+    assert "head.weight" not in materialise_all(model).values
+
+
+def test_a_cast_after_the_block_is_a_cast_of_the_value() -> None:
+    torch.manual_seed(SEED)
+    want = nn.Linear(5, 6).bfloat16().weight
+    with deferred(SEED):
+        model = nn.Linear(5, 6)
+    assert torch.equal(materialise_all(model.bfloat16()).values["weight"], want)
+
+
+def test_std_on_the_full_shape() -> None:
+    with deferred(SEED):
+        model = Owner(nn.init.xavier_normal_, (400, 300))
+    std = materialise_all(model).values["w"].std().item()
+    assert std == pytest.approx(math.sqrt(2 / 700), rel=0.01)
+
+
+def test_a_recording_is_used_once() -> None:
+    with deferred(SEED):
+        model = Owner(nn.init.normal_)
+    materialise_all(model)
+    with pytest.raises(InitialisationError, match="`w` is on meta"):
+        materialise_all(model)
+
+
+# -- refused by name
+
+
+def test_elements_that_nobody_wrote_are_named() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Owner(lambda w: nn.init.normal_(w[:5])))
+
+    with deferred(SEED):
+        model, cast = build(), build().bfloat16()
+    with pytest.raises(InitialisationError, match=r"49 of the 84 elements of `1.w`"):
+        materialise_all(model)
+    with deferred(SEED):
+        legacy = nn.Module()
+        legacy.w = nn.Parameter(torch.Tensor(3, 4))
+    with pytest.raises(InitialisationError, match=r"12 of the 12 elements of `w`"):
+        materialise_all(legacy)
+    with deferred(SEED):
+        cast = Owner(lambda w: None).bfloat16()
+    with pytest.raises(InitialisationError, match=r"84 of the 84 elements of `w`"):
+        materialise_all(cast)
+
+
+def test_a_write_after_the_block_is_an_error() -> None:
+    with deferred(SEED):
+        model = nn.Sequential(nn.Linear(3, 3))
+    nn.init.zeros_(model[0].weight)
+    with pytest.raises(InitialisationError, match=r"`0.weight` was written to after"):
+        materialise_all(model)
+
+
+def test_a_constant_that_changed_is_an_error() -> None:
+    table = torch.ones(4, 3)
+    with deferred(SEED):
+        model = nn.Embedding.from_pretrained(table)
+    table.zero_()
+    with pytest.raises(InitialisationError, match=r"`weight` cannot be computed: .* changed since"):
+        materialise_all(model)
+
+
+def test_a_constant_changed_inside_the_block_is_followed() -> None:
+    table = torch.ones(4, 3)
+    with deferred(SEED):
+        model = Owner(lambda w: w.data.copy_(table), (4, 3))
+        table.zero_()
+    assert torch.equal(materialise_all(model).values["w"], torch.ones(4, 3))
+
+
+def test_shape_errors_show_where_they_are_made() -> None:
+    with deferred(SEED), pytest.raises(RuntimeError):
+        Owner(lambda w: w.data.copy_(torch.zeros(5)))
+
+
+def test_nesting_is_refused_and_a_failed_block_leaves_nothing() -> None:
+    with deferred(SEED), pytest.raises(StateError, match="already open"), deferred(SEED):
+        pass
+    with pytest.raises(ZeroDivisionError), deferred(SEED):
+        _ = 1 / 0
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+# -- meta modules
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def reset_parameters(self) -> None:
+        Counted.calls += 1
+        super().reset_parameters()
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def test_reset_parameters_does_not_depend_on_units_or_order() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.LayerNorm(6), nn.Conv2d(2, 3, 3)), nn.LSTM(6, 4))
+
+    before = torch.get_rng_state()
+    together = materialise_all(build_on_meta(build))
+    apart = build_on_meta(build)
+    for name in ("2", "1.1", "1.0", "0"):
+        prefixed = [(n, p) for n, p in apart.named_parameters() if n.startswith(name + ".")]
+        got = materialise(apart, prefixed, "cpu", SEED)
+        assert all(torch.equal(value, together.values[n]) for n, value in got.values.items())
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.is_meta for p in apart.parameters())
+    assert {record.source for record in together.records} == {"reset_parameters"}
+    assert not torch.equal(together.values["0.weight"], materialise_all(build_on_meta(build), 4).values["0.weight"])
+
+
+def test_nothing_is_initialised_twice() -> None:
+    model = build_on_meta(lambda: nn.Sequential(Counted(3, 3), nn.ModuleList([Counted(3, 3), nn.ReLU()])))
+    Counted.calls = 0
+    for name in ("0", "1.0"):
+        materialise(model, [(n, p) for n, p in model.named_parameters() if n.startswith(name)], "cpu", SEED)
+    assert Counted.calls == 2
+
+
+def test_a_parent_may_set_its_childrens_parameters() -> None:
+    values = materialise_all(build_on_meta(lambda: nn.MultiheadAttention(8, 2))).values
+    assert not values["out_proj.bias"].any() and not values["in_proj_bias"].any()
+    assert values["in_proj_weight"].std() > 0
+
+
+def test_init_weights_of_the_root_wins_and_runs_once() -> None:
+    class Model(SmallLanguageModel):
+        seen: list[nn.Module] = []
+
+        def _init_weights(self, module: nn.Module) -> None:
+            Model.seen.append(module)
+            super()._init_weights(module)
+
+    model = build_on_meta(Model)
+    Model.seen.clear()
+    whole = materialise_all(model)
+    assert len(set(map(id, Model.seen))) == len(list(model.modules()))
+    assert not whole.values["emb.weight"][1].any()
+    sources = {record.name: record.source for record in whole.records}
+    assert sources["emb.weight"] == "_init_weights" and sources["blocks.0.linear1.weight"] == "_init_weights"
+    assert sources["blocks.0.self_attn.in_proj_weight"] == "reset_parameters"
+    assert whole.values["blocks.0.linear1.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+    first, second = (whole.values[f"blocks.{i}.linear1.weight"] for i in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_a_module_without_initialiser_is_named() -> None:
+    model = build_on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(AdaLN())))
+    with pytest.raises(
+        InitialisationError, match=r"`1.0.gate` is on meta .*`AdaLN` has no `reset_parameters`.*deferred"
+    ):
+        materialise_all(model)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_an_initialiser_that_forgets_elements_is_named() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(4, 4))
+
+        def reset_parameters(self) -> None:
+            nn.init.normal_(self.w[:2])
+
+    with pytest.raises(InitialisationError, match=r"`w` .*`Half.reset_parameters` leaves 8 of its 16 elements"):
+        materialise_all(build_on_meta(Half))
+
+
+def test_an_initialiser_may_replace_its_tensors() -> None:
+    class Replacing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            self.w = nn.Parameter(torch.ones(3) * 2)
+
+    model = build_on_meta(Replacing)
+    original = model.w
+    assert torch.equal(materialise_all(model).values["w"], torch.full((3,), 2.0))
+    assert model.w is original
+
+
+def test_an_initialiser_over_several_units_is_refused() -> None:
+    model = build_on_meta(lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True))
+    unit = [(n, p) for n, p in model.named_parameters() if n.startswith("encoder.")]
+    with pytest.raises(InitialisationError, match=r"`Transformer._reset_parameters` initialises parameters of several"):
+        materialise(model, unit, "cpu")
+    assert materialise_all(model).values
+
+
+def test_other_units_are_out_of_reach() -> None:
+    class Nosy(nn.Module):
+        def __init__(self, other: nn.Linear) -> None:
+            super().__init__()
+            self.w, self.other = nn.Parameter(torch.empty(3)), other
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.w)
+            nn.init.zeros_(self.other.weight)
+
+    other = nn.Linear(2, 2)
+    weight = other.weight.detach().clone()
+    model = build_on_meta(lambda: Nosy(other))
+    assert torch.equal(materialise(model, [("w", model.w)], "cpu").values["w"], torch.ones(3))
+    assert torch.equal(other.weight, weight)
+
+
+def test_meta_buffers_are_filled_or_named() -> None:
+    model = build_on_meta(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)))
+    records = materialise_all(model).records
+    assert InitRecord("0.running_var", "reset_parameters") in records
+    assert torch.equal(model[0].running_var, torch.ones(3)) and model[1].running_var.is_meta
+    assert {record.name for record in materialise_buffers(model, "cpu")} == {
+        "1.running_mean",
+        "1.running_var",
+        "1.num_batches_tracked",
+    }
+    assert torch.equal(model[1].running_var, torch.ones(3))
+    rotary = build_on_meta(lambda: nn.Sequential(Rotary()))
+    with pytest.raises(InitialisationError, match=r"buffer `0.inv_freq` is on meta .* constructor only"):
+        materialise_buffers(rotary, "cpu")
+    assert rotary[0].inv_freq.is_meta
+
+
+def test_given_values_are_passed_through() -> None:
+    layer = nn.Linear(2, 2)
+    got = materialise_all(layer)
+    assert torch.equal(got.values["weight"], layer.weight)
+    assert {record.source for record in got.records} == {"given"}
+
+
+# -- memory
+
+MEMORY_PROGRAM = """
+import resource, torch
+from torch import nn
+from lamina.runtime.deferred import deferred
+from lamina.runtime.materialise import materialise
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def build(count, width):
+    layers = [nn.TransformerEncoderLayer(width, 2, width, batch_first=True) for _ in range(count)]
+    return nn.TransformerEncoder(layers[0], count, enable_nested_tensor=False), *layers
+
+def run(count, width):
+    with deferred(0):
+        models = build(count, width)
+    for model in models:
+        for name, parameter in model.named_parameters():
+            materialise(model, [(name, parameter)], "cpu")
+
+run(1, 8)
+before = peak_mib()
+run(8, 1024)  # largest parameter: 12 MiB; all together: 16 layers of 24 MiB
+print(peak_mib() - before)
+"""
+
+
+def test_peak_memory_is_a_few_parameters_not_the_model() -> None:
+    result = subprocess.run([sys.executable, "-c", MEMORY_PROGRAM], capture_output=True, text=True, check=True)
+    assert float(result.stdout) < 60  # 384 MiB of parameters

@@ -1,0 +1,372 @@
+"""`launch` as its users meet it: scripts run by path, from standard input, in a notebook kernel, under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamina.errors import LaunchError, UsageError
+from lamina.launch import launch
+
+SOURCE = str(Path(__file__).parents[1] / "src")
+DEFINITIONS = """
+    import abc, dataclasses, enum, functools, os, sys, time, typing
+    import torch
+    import xml.etree.ElementTree
+    import torch.distributed as dist
+    from torch import nn
+    from lamina.launch import launch
+
+    @dataclasses.dataclass
+    class Config:
+        width: int
+        names: list = dataclasses.field(default_factory=list)
+
+    class Color(enum.Enum):
+        RED = 1
+        BLUE = 2
+
+    class Pair(typing.NamedTuple):
+        x: int
+        y: int = 2
+
+        def total(self):
+            return self.x + self.y
+
+    class Base(nn.Module, abc.ABC):
+        @abc.abstractmethod
+        def forward(self, x): ...
+
+        @functools.cached_property
+        def width(self):
+            return self.linear.in_features
+
+        @property
+        def doubled(self):
+            return 2 * self.width
+
+        @classmethod
+        def name(cls):
+            return cls.__name__
+
+    class Net(Base):
+        def __init__(self, width):
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x):
+            return self.linear(x) * SCALE
+
+    @functools.lru_cache
+    def fib(n):
+        return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+    def counter():
+        count = 0
+        def more():
+            nonlocal count
+            count += 1
+        def read():
+            return count
+        return more, read
+
+    more, read = counter()
+    SCALE = 1
+
+    def work(config, color=Color.RED):
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        print("hello from", dist.get_rank())
+        net = Net(config.width)
+        net(torch.ones(1, config.width))
+        assert (net.width, net.doubled, net.name(), Base.__abstractmethods__) == (8, 16, "Net", {"forward"})
+        more()
+        assert read() == 1 and xml.etree.ElementTree.Element("tag").tag == "tag"
+        assert Config(1).names == [] and dataclasses.asdict(config) == {"width": 8, "names": [1]}
+        assert color is Color.RED and Color(2) is Color.BLUE and Pair(1).total() == 3 and fib(10) == 55
+        return total.item() * SCALE, config, color, Pair(3)
+
+    SCALE = 10
+"""
+USE = """
+    result = launch(work, 2, (Config(8, [1]),))
+    assert result == (20.0, Config(8, [1]), Color.RED, Pair(3)), result
+    print("all", "fine")
+"""
+
+
+def program(*parts: str) -> str:
+    return "".join(textwrap.dedent(part) for part in parts)
+
+
+def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def define(source: str) -> Callable[..., Any]:
+    """The function `work` as a script would have defined it."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(textwrap.dedent(source), namespace)
+    return namespace["work"]
+
+
+def run_script(folder: Path, *parts: str, before: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    script = folder / "script.py"
+    script.write_text(program(*parts))
+    process = start([*before, str(script)])
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+def alive(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_script_without_an_import_guard(tmp_path: Path) -> None:
+    code, output, errors = run_script(tmp_path, DEFINITIONS, USE)
+    assert code == 0, errors
+    lines = output.splitlines()
+    assert sorted(lines) == ["[rank 1] hello from 1", "all fine", "hello from 0"] and lines[-1] == "all fine"
+
+
+def test_a_program_read_from_standard_input() -> None:
+    process = start(["-"], stdin=subprocess.PIPE)
+    output, errors = process.communicate(program(DEFINITIONS, USE), timeout=120)
+    assert process.returncode == 0, errors
+    assert "all fine" in output
+
+
+def test_notebook_cells() -> None:
+    """A real Jupyter kernel: definitions in one cell, the launch in the next, output streamed to the cell."""
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3", env={**os.environ, "PYTHONPATH": SOURCE})
+    try:
+        streamed: list[str] = []
+        failures: list[str] = []
+
+        def output_hook(message: dict) -> None:  # type: ignore[type-arg]
+            if message["msg_type"] == "stream":
+                streamed.append(message["content"]["text"])
+            elif message["msg_type"] == "error":
+                failures.append(f"{message['content']['ename']}: {message['content']['evalue']}")
+
+        def cell(*parts: str) -> None:
+            client.execute_interactive(program(*parts), output_hook=output_hook, timeout=120)
+
+        cell(DEFINITIONS)
+        cell(USE)
+        assert not failures
+        assert "hello from 0\n" in "".join(streamed) and "all fine" in "".join(streamed)
+        cell("def broken():\n    raise ValueError('oh no')  # the line of the cell\nlaunch(broken, 2)\n")
+        (failure,) = failures
+        assert failure.startswith("LaunchError: `broken` failed on all 2 ranks: ValueError: oh no")
+        assert "# the line of the cell" in failure and failure.count("Traceback") == 1
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_output_comes_line_by_line_while_the_ranks_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    released = tmp_path / "released"
+    script.write_text(
+        program(
+            """
+            import pathlib, time
+            from lamina.launch import launch
+
+            def work(released):
+                print("before")
+                while not pathlib.Path(released).exists():
+                    time.sleep(0.01)
+                print("after")
+            """,
+            f"launch(work, 1, ({str(released)!r},))",
+        )
+    )
+    process = start([str(script)])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "before\n"
+    released.touch()
+    output, errors = process.communicate(timeout=60)
+    assert output == "after\n" and process.returncode == 0, errors
+
+
+def test_one_error_for_the_rank_that_failed_first(tmp_path: Path) -> None:
+    code, output, errors = run_script(
+        tmp_path,
+        DEFINITIONS,
+        """
+        def work():
+            dist.init_process_group("gloo")
+            if dist.get_rank() == 1:
+                raise ValueError("one rank only")
+            dist.barrier()
+
+        launch(work, 3)
+        """,
+    )
+    assert code == 1
+    assert "LaunchError: `work` failed on rank 1 of 3: ValueError: one rank only" in errors
+    # one of the launcher, one of the rank; nothing of those who waited, and nothing printed by the ranks themselves
+    assert errors.count("Traceback") == 2 and 'raise ValueError("one rank only")' in errors and output == ""
+    assert "launched.py" not in errors
+
+
+def test_a_mistake_on_every_rank_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    work = define(
+        """
+        from lamina.errors import UnitError
+        def work():
+            raise UnitError("units=['layer.*'] matches nothing; did you mean 'layers.*'?")
+        """
+    )
+    with pytest.raises(LaunchError, match="`work` failed on all 2 ranks: lamina.errors.UnitError: units=") as caught:
+        launch(work, 2)
+    assert str(caught.value).count("Traceback") == 1 and caught.value.__cause__ is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_died_rank_ends_the_others() -> None:
+    work = define(
+        """
+        import os, signal, time
+        def work():
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(100)
+        """
+    )
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match="`work` died on rank 1 of 2: its process was ended by SIGKILL"):
+        launch(work, 2)
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "launcher killed"])
+def test_all_ranks_end_within_three_seconds(tmp_path: Path, how: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        program(
+            """
+            import os, time
+            import torch.distributed as dist
+            from lamina.launch import launch
+
+            def work():
+                dist.init_process_group("gloo")
+                print("id", os.getpid())
+                if dist.get_rank() == 0:
+                    dist.recv(__import__("torch").ones(1), 1)  # in C++, deaf to Ctrl-C
+                time.sleep(100)
+
+            launch(work, 2)
+            """
+        )
+    )
+    process = start([str(script)])
+    assert process.stdout is not None
+    ranks = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+    assert all(alive(rank) for rank in ranks)
+    process.send_signal(how)
+    begin = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    while any(alive(rank) for rank in ranks) and time.monotonic() - begin < 3:
+        time.sleep(0.02)
+    assert not any(alive(rank) for rank in ranks)
+    if how == signal.SIGINT:
+        assert time.monotonic() - begin < 3
+        assert errors.rstrip().endswith("KeyboardInterrupt") and errors.count("Traceback") == 1
+
+
+def test_under_torchrun_the_function_is_just_called(tmp_path: Path) -> None:
+    code, output, errors = run_script(
+        tmp_path,
+        """
+        import os
+        from lamina.launch import launch
+        print("result", launch(lambda rank: rank, args=(os.environ["RANK"],)))
+        """,
+        before=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    assert code == 0, errors
+    assert sorted(output.split()) == ["0", "1", "result", "result"]
+
+
+def test_the_default_number_of_processes_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert launch(os.getenv, args=("WORLD_SIZE",)) == "2"
+    assert "lamina.launch: `getenv` on 2 CPU processes (no GPU was found)" in capsys.readouterr().out
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UsageError, match=r"nprocs=3, but this machine has 2 GPUs"):
+        launch(print, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((5,), "fn must be a function, got int"),
+        ((print, 0), "positive number of processes or None, got 0"),
+        ((print, 2, "text"), r"args must be a tuple.*got str"),
+    ],
+)
+def test_arguments_that_mean_nothing(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        launch(*arguments)  # type: ignore[arg-type]
+
+
+def test_another_number_than_the_ranks_that_are_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="nprocs=4, but this process is one of 2 ranks that run"):
+        launch(print, 4)
+
+
+def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    code, _, errors = run_script(
+        tmp_path,
+        """
+        from lamina.launch import launch
+        log = open(__file__)
+
+        def work():
+            return log.name
+
+        launch(work, 2)
+        """,
+    )
+    assert code == 1 and "`work` cannot be sent to other processes because of the global `log`" in errors
+
+
+def test_a_result_that_cannot_come_back_is_named() -> None:
+    work = define("def work():\n    return (i for i in range(3))")
+    with pytest.raises(LaunchError, match="the result of rank 0, a generator, cannot be sent back"):
+        launch(work, 1)

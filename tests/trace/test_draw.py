@@ -1,0 +1,94 @@
+"""Pictures hold every step on its lane, and are the committed files."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from matplotlib.figure import Figure
+
+from lamina.core.arena import Demand, pack
+from lamina.core.program import Op, Program
+from lamina.planner.timeline import Span
+from lamina.trace.draw import draw_packing, draw_program, draw_spans
+
+DOCS = Path(__file__).parents[2] / "docs"
+THREE = Program.parse("AG0 FWD0 AG1 FWD1 AG2 FWD2 BWD2 RS2 BWD1 RS1 BWD0 RS0")
+
+
+def texts(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def make_pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lamina_docs_make_pictures", DOCS / "make_pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_step_is_a_bar_with_its_name() -> None:
+    figure = draw_program(THREE)
+    assert texts(figure) == THREE.text().split()
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["compute", "gather (AG)", "reduce (RS)"]
+
+
+def test_bars_stand_on_their_lanes_at_their_times() -> None:
+    durations_ms = {Op.GATHER: 1.0, Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.REDUCE: 3.0}
+    bars = [c.get_paths()[0].get_extents() for c in draw_program(THREE, durations_ms).axes[0].collections]
+    assert len(bars) == len(THREE.steps)
+    first_gather, first_forward = bars[0], bars[1]
+    assert (first_gather.x0, first_gather.x1) == (0, 1) and first_gather.y0 < 1 < first_gather.y1
+    assert (first_forward.x0, first_forward.x1) == (1, 3) and first_forward.y0 < 0 < first_forward.y1
+
+
+def test_units_may_have_names() -> None:
+    assert texts(draw_program(Program.parse("AG0 FWD0"), names=["head"])) == ["AG head", "FWD head"]
+
+
+def test_measured_spans_of_other_lanes_and_labels_are_drawn_too() -> None:
+    spans = [
+        Span("compute", "FWD0", 0.0, 2.0),
+        Span("outer", "all-reduce", 1.0, 3.0),
+        Span("compute", "loss", 2.0, 3.0),
+    ]
+    figure = draw_spans(spans, title="measured")
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["compute", "outer"]
+    assert texts(figure) == ["FWD0", "all-reduce", "loss"]
+    assert draw_spans([]).axes
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_bars_of_an_arena_never_overlap(slots: int) -> None:
+    demands = [Demand("", 300, True), *(Demand(f"u{i}", 1000 + 700 * (i % 3), False) for i in range(6))]
+    figure = draw_packing(pack(demands, slots))
+    boxes = [c.get_paths()[0].get_extents() for c in figure.axes[0].collections]
+    assert len(boxes) == len(demands)
+    for i, one in enumerate(boxes):
+        for other in boxes[:i]:
+            beside = one.x1 <= other.x0 or other.x1 <= one.x0
+            assert beside or one.y1 <= other.y0 + 1e-9 or other.y1 <= one.y0 + 1e-9
+    assert texts(figure) == [" root (resident)", *(f"u{i}" for i in range(6))]
+    assert draw_packing(pack([], slots)).axes
+
+
+def test_every_committed_picture_is_drawn_from_the_plan() -> None:
+    """Not the bytes, which differ between versions of matplotlib: the names that stand in the picture."""
+    drawn = make_pictures().pictures()
+    assert sorted(drawn) == sorted(path.stem for path in (DOCS / "pictures").glob("*.svg"))
+    for name, figure in drawn.items():
+        svg = (DOCS / "pictures" / f"{name}.svg").read_text()
+        title = figure.axes[0].get_title(loc="left")
+        for text in (*texts(figure), title):
+            assert f"<!-- {text.replace('  ', ' ')} -->".replace("<!--  ", "<!-- ") in svg.replace("  ", " ")
+
+
+def test_the_module_does_not_import_matplotlib() -> None:
+    code = "import sys, lamina.trace.draw; print('matplotlib' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
