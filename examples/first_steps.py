@@ -107,7 +107,7 @@ def train(steps: int) -> None:
 
     begin = time.monotonic()
     for step in range(steps):
-        if step % 50 == 0:
+        if step % 40 == 0:
             report(step)
         mean_loss(model, windows(text, BATCH, own).to(device)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -121,7 +121,7 @@ def train(steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--nprocs", type=int, default=None, help="default: the GPUs, or 2 CPU processes")
     options = parser.parse_args()
     lamina.launch(train, options.nprocs, (options.steps,))

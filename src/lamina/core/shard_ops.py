@@ -22,6 +22,7 @@ from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Handler, Shard
 from lamina.errors import ShardOpError
 
+_NUMBERS = (float, int, bool)
 _Handler = TypeVar("_Handler", bound=Handler)
 BY_NAME: dict[str, Handler] = {}  # "op" or "op.overload" -> handler, filled by the @handles of four files
 
@@ -147,7 +148,15 @@ def local_of(value: Any, spec: ShardSpec, func: Any) -> Any:
 def locals_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: ShardSpec) -> tuple[list[Any], dict]:
     if kwargs:
         kwargs = {key: local_of(value, spec, func) for key, value in kwargs.items()}
-    return [local_of(arg, spec, func) for arg in args], kwargs
+    return [
+        # the two usual operands without a call: for-loop optimizers come here twenty times a parameter
+        arg.local
+        if type(arg) is Shard and arg.geometry is spec.geometry
+        else arg
+        if type(arg) in _NUMBERS
+        else local_of(arg, spec, func)
+        for arg in args
+    ], kwargs
 
 
 def as_shard(result: Any, spec: ShardSpec) -> Any:
@@ -166,9 +175,10 @@ def mark(spec: ShardSpec) -> None:
 
 
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    spec = lead_of(args, kwargs).spec
-    args, kwargs = locals_of(func, args, kwargs, spec)
-    return as_shard(func(*args, **kwargs), spec.derived)
+    first = args[0] if args else None
+    spec = first.spec if type(first) is Shard else lead_of(args, kwargs).spec
+    local_args, kwargs = locals_of(func, args, kwargs, spec)
+    return as_shard(func(*local_args, **kwargs), spec.derived)
 
 
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -83,7 +83,7 @@ class ShardSpec:
     outer: tuple[ProcessGroup, ...] = ()  # groups over which further disjoint pieces lie
     global_spec: GlobalSpec | None = None
     dirty: DirtyFlag | None = None
-    geometry: Geometry = field(default=None, repr=False, kw_only=True)  # type: ignore[assignment]
+    geometry: Geometry | None = field(default=None, repr=False, kw_only=True)  # None: made from the fields above
     start: int = field(init=False, repr=False)
     stop: int = field(init=False, repr=False)
     numel: int = field(init=False, repr=False)

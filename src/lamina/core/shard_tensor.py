@@ -47,7 +47,7 @@ class Shard(Tensor):
     spec: ShardSpec
     geometry: tuple[Any, ...]  # spec.geometry, kept here because lists of Shards are compared by it every step
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: type[Shard], local: Tensor, spec: ShardSpec, requires_grad: bool = False) -> Shard:
@@ -56,11 +56,13 @@ class Shard(Tensor):
         )
         made.local = local
         made.spec = spec
-        made.geometry = spec.geometry
+        made.geometry = spec.geometry  # type: ignore[assignment]
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None:
             handler = HANDLERS[func] = _resolve(func)
@@ -82,7 +84,7 @@ class Shard(Tensor):
         """The whole tensor, plain and detached, equal on all ranks of the group. Collective."""
         return gather_flat(self.local, self.spec).view(self.spec.shape)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # local: printing must never wait for other ranks
+    def __repr__(self) -> str:  # type: ignore[override]  # local: printing must never wait for other ranks
         spec = self.spec
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -94,7 +96,7 @@ class Shard(Tensor):
 
     @property
     def data(self) -> Shard:  # type: ignore[override]
-        return self.detach()
+        return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -263,7 +265,7 @@ def convert_(param: nn.Parameter, local: Tensor, spec: ShardSpec) -> None:
     shard._is_param = True  # type: ignore[attr-defined]  # isinstance(p, nn.Parameter) reads this
     _check_unheld(param, spec)
     # torch.utils.swap_tensors does these three steps too, but refuses when anybody holds a weak reference (as RNNs do)
-    param.__class__, shard.__class__ = shard.__class__, param.__class__
+    param.__class__, shard.__class__ = shard.__class__, param.__class__  # type: ignore[assignment]
     param.__dict__, shard.__dict__ = shard.__dict__, param.__dict__
     torch._C._swap_tensor_impl(param, shard)
     param.__dict__.update(attributes)
@@ -276,13 +278,13 @@ def convert_(param: nn.Parameter, local: Tensor, spec: ShardSpec) -> None:
 
 def _check_unheld(param: nn.Parameter, spec: ShardSpec) -> None:
     """Let only an accumulation node hold the content, and make that node raise if it is ever run."""
-    held = param._use_count()
+    held = param._use_count()  # type: ignore[attr-defined]
     if held == 1:
         return
     node = None
     if held == 2 and param.requires_grad and param.is_leaf:
         node = torch.autograd.graph.get_gradient_edge(param).node
-    if node is None or param._use_count() != 2:  # asking for the node made one: something else was the holder
+    if node is None or param._use_count() != 2:  # type: ignore[attr-defined]  # asking for the node made one: something else was the holder
         raise StateError(
             f"`{spec.name}` cannot be sharded while other tensors share its memory. Drop views of `{spec.name}` first "
             "(such as `p.view(-1)`), and the outputs of forwards that ran before `lamina.shard(...)`."

@@ -15,6 +15,7 @@ Note [One order]
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 
@@ -34,6 +35,7 @@ from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use
 
 _OPS = tuple(Op)
+_forwards = itertools.count(1)
 _END = len(_OPS)  # "this rank has come to the end of the phase"
 
 
@@ -53,6 +55,12 @@ class Engine:
         self.resident: frozenset[int] = frozenset()  # agreed: units that hold weights on every rank
         self.last_micro_batch = True
         self.defer = False
+        self.accumulating = False
+        self.contributes = True  # False: this rank has run out of data and reduces zeros
+        self.active_ranks = control.world  # over which gradients are averaged
+        self.last_forward = 0  # when the last root forward began, among all models of the process
+        self._kept_slots: dict[int, list[Slot]] = {}  # by unit, one a `keep` scope
+        self._tokens: Tensor | None = None  # counted in this step's micro-batches, to be divided by at its end
         self.flags = Flags(control)
 
     # ---- phases ------------------------------------------------------------------------------------------------
@@ -60,10 +68,13 @@ class Engine:
     def begin_forward(self, owner: object, entry: str) -> None:
         """A root forward begins: clear what an earlier step left, drop weights that may be stale."""
         self._clear_leftovers()
+        self.last_forward = next(_forwards)
         for unit in self.units:
             if unit.plain:
                 continue
             unit.check_masters()
+            if unit.kept and unit.dirty.value:
+                raise StateError(f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step")
             if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
                 self._empty(unit)
         self.resident = frozenset(u.index for u in self.units if self._settled(u))
@@ -167,12 +178,15 @@ class Engine:
             unit.swap_in(slot, forward=op is Op.FORWARD)
         unit.windows += 1
 
-    def leave(self, unit: Unit, slot: Slot | None) -> None:
-        """A use has ended: its modules see the persistent parameters again, its slot may be given away."""
+    def _shut_window(self, unit: Unit) -> None:
         if unit.windows > 0:
             unit.windows -= 1
             if unit.windows == 0 and not unit.plain:
                 unit.swap_out()
+
+    def leave(self, unit: Unit, slot: Slot | None) -> None:
+        """A use has ended: its modules see the persistent parameters again, its slot may be given away."""
+        self._shut_window(unit)
         if slot is not None and slot.pins > 0:
             slot.pins -= 1
             if slot.pins == 0:
@@ -496,7 +510,7 @@ class Engine:
             phase.reduced.add(unit.index)
             if not unit.plain:
                 unit.note_existing_gradients()
-        gradients = self._gradients(unit) if contribute else [None] * len(unit.params)
+        gradients = self._gradients(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self._free_home(unit)
         targets = slot.segments if slot is not None else self.reducer.stage(unit)
         with torch.no_grad():
@@ -505,7 +519,7 @@ class Engine:
             full.grad = None
         if slot is not None:
             slot.to(SlotState.GRADS)
-        self.reducer.start(unit, targets, slot, self.last_micro_batch, self.defer)
+        self.reducer.start(unit, targets, slot, self.last_micro_batch, self.defer, self.active_ranks)
 
     def _free_home(self, unit: Unit) -> Slot | None:
         """The unit's own slot, if its weights are dead and its bytes are nobody else's; None: use the staging buffer."""
@@ -571,6 +585,8 @@ class Engine:
                 self._empty(unit)
         self.resident = frozenset(u.index for u in self.units if self._settled(u))
         complete = [i for i in reduced if i not in self.reducer.partials]
+        if self.last_micro_batch and self._tokens is not None:
+            self._divide_by_tokens(complete)
         used = self._used_anywhere(complete)
         for index in complete:
             self.units[index].bind_gradients(used[index])
@@ -580,6 +596,67 @@ class Engine:
                 unit.fresh = False
                 if unit.index not in complete:
                     unit.bind_gradients(unit.valid)
+
+    def add_tokens(self, count: Tensor) -> None:
+        """Tokens of one micro-batch, by which the last one will divide."""
+        self._tokens = count.clone() if self._tokens is None else self._tokens + count
+
+    def _divide_by_tokens(self, complete: Sequence[int]) -> None:
+        tokens, self._tokens = self._tokens, None
+        assert tokens is not None
+        everyone = next((u.mesh.everyone for u in self.units), None)
+        if everyone is not None:
+            torch.distributed.all_reduce(tokens, group=everyone)
+        factor = self.active_ranks / tokens.to(torch.float64).clamp(min=1)
+        with torch.no_grad():
+            for index in complete:
+                for grad in self.units[index].grads:
+                    grad.mul_(factor.to(grad.real.dtype))
+
+    def keep(self, units: Sequence[Unit]) -> None:
+        """Gather units and hold them. Collective."""
+        self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units)
+        for unit in units:
+            if unit.sharded and unit.dirty.value and not unit.kept:
+                self._empty(unit)
+            slot = self.enter(unit, Op.FORWARD)
+            unit.kept += 1
+            self._shut_window(unit)
+            if slot is not None:
+                self._kept_slots.setdefault(unit.index, []).append(slot)
+        self._close(self._current())
+
+    def let_go(self, units: Sequence[Unit], reduce: bool) -> None:
+        """End a `keep`: reduce what has gathered, give the slots back. Collective if `reduce`."""
+        released = []
+        for unit in units:
+            unit.kept -= 1
+            if unit.kept == 0:
+                released.append(unit)
+            for slot in self._kept_slots.get(unit.index, [])[-1:]:
+                self._kept_slots[unit.index].pop()
+                slot.pins -= 1
+        if not reduce:
+            self._drop_gradients(released)
+            return
+        trainable = [unit for unit in released if unit.trainable]
+        here = [int(any(g is not None for g in self._gradients(unit))) for unit in trainable]
+        if not trainable:
+            return
+        self._open(Key(Kind.KEEP, True, "end", self.resident), units)
+        phase = self._current()
+        rows = self.control.exchange(here)
+        for number, unit in enumerate(trainable):
+            if any(row[number] for row in rows):
+                self._reduce(phase, unit, contribute=True)
+        self.phase = None
+        self.settle(sorted(phase.reduced))
+
+    def _drop_gradients(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            for slot in self._slots(unit):
+                for full in slot.fulls:
+                    full.grad = None
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
         """By unit and parameter: has any rank a gradient? Only a rank that lacks one waits for the others' flags."""

@@ -217,6 +217,8 @@ def _sites(root: nn.Module, names: dict[int, str], all_buffers: bool) -> list[_S
         buffers = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if not any(i in names for i in inside) and not (all_buffers and buffers):
             continue
+        if not own and not buffers and not module._modules:
+            continue  # only tied names: their first owner initialises them
         targets = dict.fromkeys(own) | dict.fromkeys(f"{path}.{key}" if path else key for key in buffers)
         sites.append(_Site(path, module, tuple(targets), within=all(i in names for i in inside)))
         _refuse_spanning(sites[-1])

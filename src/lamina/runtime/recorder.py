@@ -155,6 +155,7 @@ class Recorder(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []  # with their state before the block
         self._recent: tuple[Node, torch.UntypedStorage] | None = None  # last computed value: loops that read and write
+        self._scratch: dict[torch.device, torch.UntypedStorage] = {}  # as large as the largest parameter rehearsed
         self._purge_at = 1024
 
     # -- the block's ends
@@ -176,6 +177,7 @@ class Recorder(TorchDispatchMode):
                 parameter.__dict__[_MARK] = Recorded(Ref.of(parameter, record.head), parameter._version)
         self._records.clear()
         self._parameters.clear()
+        self._scratch.clear()
         self._recent = None
 
     # -- storages and their records
@@ -331,8 +333,13 @@ class Recorder(TorchDispatchMode):
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.is_deferred(tensor):
             return tensor
-        # Pages that nobody touches cost nothing.
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.home(tensor))
+        # One piece of memory for all: freed and taken again, pieces of changing size would leave holes in the heap.
+        home, nbytes = self.home(tensor), tensor.untyped_storage().nbytes()
+        scratch = self._scratch.get(home)
+        if scratch is None or scratch.nbytes() < nbytes:
+            scratch = self._scratch[home] = torch.UntypedStorage(nbytes, device=home)
+        stand_in = torch.empty(0, dtype=tensor.dtype, device=home)
+        return stand_in.set_(scratch, 0, tensor.size(), tensor.stride())  # type: ignore[call-overload]
 
     def _call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]

@@ -44,6 +44,7 @@ class Pending:
     slot: Slot | None  # the slot that the gradients lie in, free again afterwards
     target: int  # levels to climb
     climbed: int  # levels behind `rows`, once the works are done
+    divisor: int
     rows: list[Tensor] = field(default_factory=list)  # by segment, (members, numel): to be summed over dim 0
     works: list[dist.Work | None] = field(default_factory=list)
     replicated: bool = False  # the sum over replicas is what was sent
@@ -101,13 +102,16 @@ class Reducer:
 
     # ---- one reduction -----------------------------------------------------------------------------------------
 
-    def start(self, unit: Unit, sources: Sequence[Tensor], slot: Slot | None, last: bool, defer: bool) -> None:
+    def start(
+        self, unit: Unit, sources: Sequence[Tensor], slot: Slot | None, last: bool, defer: bool, divisor: int
+    ) -> None:
         """Reduce `sources`, the unit's gradients on this rank, one tensor a segment; frozen segments are ignored.
 
         Args:
             slot: the slot that `sources` are views of, in state GRADS; None where they lie in the staging buffer.
             last: the last micro-batch: gradients are complete afterwards.
             defer: until then, keep whole sums on this rank, whatever the strategy says.
+            divisor: data ranks over which the gradient is a mean.
         """
         self.finish()
         unit.reduces += 1
@@ -124,7 +128,7 @@ class Reducer:
                 if target == 0:
                     return
                 del self.partials[unit.index]
-            self.pending = Pending(unit, slot, target, ALL_LEVELS)
+            self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor)
             self._send(self.pending, sources)
         if lane is not self.lanes.compute:
             self.finish()  # everything is queued on the lane: the host has nothing to wait for
@@ -223,7 +227,7 @@ class Reducer:
                 rows = self._climb(unit, number, rows, level, ALL_LEVELS)
                 if not unit.mesh.replicas.is_trivial and not pending.replicated:
                     rows = self._over_replicas(unit, number, rows)
-                self._deliver(unit, number, rows)
+                self._deliver(unit, number, rows, 1.0 / pending.divisor)
         if pending.target == ALL_LEVELS:
             self.partials.pop(unit.index, None)
             unit.valid = [True] * len(unit.valid)
@@ -256,9 +260,9 @@ class Reducer:
             total.add_(row)
         return total
 
-    def _deliver(self, unit: Unit, number: int, rows: Tensor) -> None:
+    def _deliver(self, unit: Unit, number: int, rows: Tensor, factor: float) -> None:
         """Write or add the mean into the gradient range, by parameter."""
-        grad, factor = unit.grads[number], 1.0 / unit.mesh.world
+        grad = unit.grads[number]
         for start, stop, valid in self._runs(unit, number):
             target = grad[start:stop]
             if not valid:

@@ -1,14 +1,21 @@
-"""Scopes around forwards and backwards: `accumulate`, `keep`, and means over tokens."""
+"""Scopes around forwards and backwards: `accumulate`, `keep`, `even`, and means over tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lamina.runtime.access import runtime_of
+from lamina.core.slots import DebugMode
+from lamina.errors import StateError, UsageError
+from lamina.runtime.access import runtime_of, runtimes_with
+from lamina.runtime.assemble import RUNTIMES, Runtime
+from lamina.runtime.unit import Unit
+
+Batch = TypeVar("Batch")
 
 
 @contextlib.contextmanager
@@ -21,26 +28,144 @@ def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[No
             otherwise every micro-batch is reduced into the gradient shards as far as the strategy splits gradients.
     """
     engine = runtime_of(model).engine
-    before = engine.last_micro_batch, engine.defer
-    engine.last_micro_batch, engine.defer = bool(last), bool(defer)
+    before = engine.last_micro_batch, engine.defer, engine.accumulating
+    engine.last_micro_batch, engine.defer, engine.accumulating = bool(last), bool(defer), True
     try:
         yield
     finally:
-        engine.last_micro_batch, engine.defer = before
+        engine.last_micro_batch, engine.defer, engine.accumulating = before
+
+
+@contextlib.contextmanager
+def keep(target: nn.Module | Tensor | Sequence[nn.Module | Tensor]) -> Iterator[None]:
+    """The units of `target` stay gathered inside, backward included; their gradients are reduced once, at the end.
+
+    For losses computed in chunks, for gradient penalties and other second derivatives, for generation. Collective.
+
+    Args:
+        target: a sharded model, a part of one, a parameter, or a list of these. Whole units are kept.
+    """
+    held = _units_of([target] if isinstance(target, (nn.Module, Tensor)) else list(target))
+    for runtime, units in held:
+        runtime.engine.keep(units)
+    try:
+        yield
+    except BaseException:
+        for runtime, units in held:
+            runtime.engine.let_go(units, reduce=False)
+        raise
+    for runtime, units in held:
+        runtime.engine.let_go(units, reduce=True)
+
+
+def _units_of(targets: Sequence[nn.Module | Tensor]) -> list[tuple[Runtime, list[Unit]]]:
+    params: list[Tensor] = []
+    for target in targets:
+        if not isinstance(target, (nn.Module, Tensor)):
+            raise UsageError(f"keep() takes modules or parameters, not {type(target).__name__}")
+        params += list(target.parameters()) if isinstance(target, nn.Module) else [target]
+    wanted = {id(param) for param in params}
+    found = []
+    for runtime in runtimes_with(params):
+        units = [u for u in runtime.engine.units if wanted & {id(p) for p in u.params}]
+        found.append((runtime, units))
+    if not found:
+        raise StateError("keep(): nothing in the target is sharded: call lamina.shard() on the model first")
+    return found
 
 
 def debug(enabled: bool = True) -> None:
     """Fill freed slots with NaN and check every transition of a slot; for models that are sharded afterwards."""
-    from lamina.core.slots import DebugMode
-
     DebugMode.enabled = enabled
 
 
-def total(count: torch.Tensor | int | float, model: nn.Module | None = None) -> torch.Tensor:
-    """The sum of `count` over all data ranks, on every rank. Collective."""
-    value = torch.as_tensor(count, dtype=torch.float64 if not isinstance(count, torch.Tensor) else None)
-    value = value.detach().clone()
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        group = None if model is None else runtime_of(model).mesh.everyone
-        torch.distributed.all_reduce(value, group=group)
+def total(count: Tensor | float) -> Tensor:
+    """The sum of `count` over the data ranks, on every rank. Collective.
+
+    With several micro-batches, give it the sum of their counts and pass the result to each `token_mean`.
+    """
+    value = torch.as_tensor(count).detach().clone()
+    runtime = _recent()
+    if runtime is not None and runtime.mesh.everyone is not None:
+        value = value.to(runtime.device)
+        torch.distributed.all_reduce(value, group=runtime.mesh.everyone)
     return value
+
+
+def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | float | None = None) -> Tensor:
+    """The loss to call `backward()` on, so that gradients are those of the mean over all tokens of all ranks.
+
+    A mean over this rank's tokens, averaged over ranks, weighs tokens of short batches more; this does not.
+
+    Args:
+        loss_sum: sum of the loss over this rank's tokens in this micro-batch, a scalar.
+        token_count: how many tokens that is.
+        total: tokens of all ranks and micro-batches of the step, from `lamina.total`. None: outside `accumulate` the
+            counts are summed over ranks now; inside it, gradients are divided once, by the last micro-batch.
+
+    Returns:
+        A scalar that shows the mean over this rank's tokens and whose gradient has the global weight.
+    """
+    runtime = _recent()
+    count = torch.as_tensor(token_count, device=loss_sum.device).detach()
+    shown = loss_sum.detach() / count.clamp(min=1)
+    engine = None if runtime is None else runtime.engine
+    if engine is not None and not engine.contributes:
+        count = torch.zeros_like(count)
+    if total is None and engine is not None and engine.accumulating:
+        engine.add_tokens(count)
+        weight: Tensor | float = 1.0
+    else:
+        everything = _sum_over_ranks(runtime, count) if total is None else torch.as_tensor(total, device=loss_sum.device)
+        weight = (1 if engine is None else engine.active_ranks) / everything.to(loss_sum.dtype).clamp(min=1)
+    weighted = loss_sum * weight
+    return weighted - weighted.detach() + shown.to(weighted.dtype)
+
+
+def _sum_over_ranks(runtime: Runtime | None, count: Tensor) -> Tensor:
+    value = count.clone()
+    if runtime is not None and runtime.mesh.everyone is not None:
+        torch.distributed.all_reduce(value, group=runtime.mesh.everyone)
+    return value
+
+
+def _recent() -> Runtime | None:
+    """The sharded model whose forward ran last in this process."""
+    return max(RUNTIMES.values(), key=lambda r: r.engine.last_forward, default=None)
+
+
+def even(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """Iterate a loader that may hold more batches on some ranks than on others.
+
+    A rank that has run out goes on with its last batch at weight 0 until all have: gradients are means over the ranks
+    that still have data. Collective: every rank iterates.
+
+    Raises:
+        UsageError: some rank's loader is empty, on every rank.
+    """
+    runtimes = list(RUNTIMES.values())
+    runtime = _recent()
+    if runtime is None:
+        yield from loader
+        return
+    iterator, batch, started = iter(loader), None, False
+    try:
+        while True:
+            item: Any = next(iterator, _OVER)
+            has = item is not _OVER
+            flags = [row[0] for row in runtime.control.exchange([int(has)])]
+            if not started and not all(flags):
+                empty = [rank for rank, flag in enumerate(flags) if not flag]
+                raise UsageError(f"lamina.even(): the loader of rank {empty[0]} is empty; every rank needs one batch at least")
+            if not any(flags):
+                return
+            started, batch = True, item if has else batch
+            for each in runtimes:
+                each.engine.contributes, each.engine.active_ranks = has, sum(flags)
+            yield batch  # type: ignore[misc]
+    finally:
+        for each in runtimes:
+            each.engine.contributes, each.engine.active_ranks = True, each.mesh.world
+
+
+_OVER = object()

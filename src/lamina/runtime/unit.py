@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
@@ -126,15 +128,20 @@ class Unit:
         fulls = slot.fulls
         for entry in self.entries:
             param = self.params[entry.position]
-            found = entry.parameters.get(entry.attribute)
-            if found is not param and self.windows == 0:
-                raise ParameterChanged(_replaced(entry, found))
+            if entry.parameters.get(entry.attribute) is not param and self.windows == 0:
+                self.check_entry(entry)
             full = fulls[entry.position]
             if forward and full.requires_grad is not param.requires_grad:
                 self._follow_requires_grad(entry.position, full, param)
             entry.parameters[entry.attribute] = full
         for module in self.recurrent:
             module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+
+    def check_entry(self, entry: Entry) -> None:
+        """The module still holds the parameter that was sharded."""
+        found = entry.parameters.get(entry.attribute)
+        if found is not self.params[entry.position]:
+            raise ParameterChanged(_replaced(entry, found))
 
     def swap_out(self) -> None:
         for entry in self.entries:
@@ -273,8 +280,29 @@ def gradient_dtype(master: torch.dtype) -> torch.dtype:
 
 def _further_axes(param: nn.Parameter) -> tuple[tuple, GlobalSpec | None]:
     """Groups and global shape of a parameter that is itself a part of something larger (tensor parallelism)."""
-    part = getattr(param, "lamina_part", None)
-    return (part.groups, part.spec) if part is not None else ((), None)
+    part = PARTS.get(param)
+    return ((part[0],), part[1]) if part is not None else ((), None)
+
+
+PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (group, GlobalSpec)
+
+
+def split_parameter(param: nn.Parameter, dim: int, group: ProcessGroup) -> nn.Parameter:
+    """Say, before `shard()`, that a parameter is one rank's part of a larger one (tensor parallelism).
+
+    Norms, reductions and checkpoints then count the larger tensor once.
+
+    Args:
+        param: this rank's part, of equal shape on all ranks of `group`.
+        dim: tensor dim along which the larger tensor is split.
+        group: the ranks that hold the parts, in order.
+    """
+    shape = list(param.shape)
+    dim = dim % len(shape)
+    start = shape[dim] * group.rank()
+    shape[dim] *= group.size()
+    PARTS[param] = (group, GlobalSpec(torch.Size(shape), dim, start))
+    return param
 
 
 def _replaced(entry: Entry, found: object) -> str:

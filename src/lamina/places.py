@@ -1,0 +1,51 @@
+"""Names of the public API whose parts are still to come; each says what there is instead."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from lamina.errors import NotBuilt
+
+
+def _not_built(name: str, instead: str) -> NoReturn:
+    raise NotBuilt(f"lamina.{name} is not built yet. {instead}")
+
+
+def adopt(model: Any, submodule: Any) -> NoReturn:
+    """Take parameters that were added after `shard()` into the sharded model."""
+    _not_built("adopt()", "Add adapters before lamina.shard(), or build and shard the model anew")
+
+
+def capture(step: Any) -> NoReturn:
+    """Record a whole training step as one CUDA graph."""
+    _not_built("capture()", "Call the step function as it is")
+
+
+def trace(path: str) -> NoReturn:
+    """Record what really happens in a few steps, per lane."""
+    _not_built("trace()", "torch.profiler shows the same step, kernel by kernel")
+
+
+def plan(model: Any, **options: Any) -> NoReturn:
+    """Forecast memory and time of a run."""
+    _not_built("plan()", "lamina.report(model) shows what a sharded model holds")
+
+
+def save(path: str, model: Any, optimizer: Any = None, *, extra: Any = None, wait: bool = True) -> NoReturn:
+    """Write a checkpoint, each rank its own shards."""
+    _not_built("save()", "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` works on sharded models")
+
+
+def load(path: str, model: Any, optimizer: Any = None, *, strict: bool = True) -> NoReturn:
+    """Read a checkpoint of any layout into this one."""
+    _not_built("load()", "`torch.distributed.checkpoint.load(state, checkpoint_id=path)` works on sharded models")
+
+
+def latest(folder: str) -> NoReturn:
+    """The newest complete checkpoint in a folder."""
+    _not_built("latest()", "Keep the path of the last checkpoint in your script")
+
+
+def export(path: str, model: Any, **options: Any) -> NoReturn:
+    """Write a Hugging Face folder."""
+    _not_built("export()", "`with lamina.gathered(model): model.save_pretrained(path)` on every rank, rank 0's folder being kept")

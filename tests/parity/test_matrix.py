@@ -1,0 +1,111 @@
+"""Every legal triple of factors x kind of recomputation x accumulation equals one process, in float64.
+
+One call on the ranks runs a whole row of the matrix: starting processes and importing torch would cost more than
+training. Slots (1, 2, 3) and optimizers (AdamW, SGD with momentum) rotate along the rows, so that every factor triple
+meets each of them; debug mode is on in one half of the cases and off in the other, and every pair of triple and
+recomputation runs in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+import lamina
+from harness import run_ranks
+from parity.models import UNITS, build
+from parity.reference import TOLERANCE, Recipe, one_process, parameter_deviation, sharded
+
+NAMES = ("ddp", "zero1", "zero2", "zero3")
+TRIPLES = {
+    1: [(1, 1, 1)],
+    2: [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)],
+    3: [(1, 1, 1), (1, 1, 3), (1, 3, 3), (3, 3, 3)],
+    4: [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (1, 2, 4), (1, 4, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)],
+}
+RECOMPUTE = ("none", "full", "selective", 2, "reentrant", "non-reentrant")  # the last two: torch's checkpoint, by the user
+ACCUMULATION = ("none", "twice", "each", "defer")
+
+
+class Case(NamedTuple):
+    triple: tuple[int, int, int]
+    recompute: str | int
+    slots: int
+    debug: bool
+
+    def shard(self):
+        by_user = self.recompute in ("reentrant", "non-reentrant")
+        lamina.debug(self.debug)
+        return lamina.shard(
+            build(str(self.recompute) if by_user else "none"),
+            lamina.Strategy(*self.triple),
+            units=UNITS,
+            recompute="none" if by_user else self.recompute,
+            slots=self.slots,
+            start="trust",
+        )
+
+
+def cases_of(world: int, recompute: str | int) -> Iterator[Case]:
+    for number, triple in enumerate(TRIPLES[world]):
+        for debug in (False, True):
+            slots = 1 + (number + RECOMPUTE.index(recompute) + debug) % 3
+            yield Case(triple, recompute, slots, debug)
+
+
+def recipes_of(case: Case) -> list[Recipe]:
+    """The same model trains once a kind of accumulation, from the start weights; programs are kept, state is not."""
+    optimizers = ("adamw", "sgd") if case.debug else ("sgd", "adamw")
+    return [Recipe(optimizers[number % 2], accumulation) for number, accumulation in enumerate(ACCUMULATION)]
+
+
+def run_row(recompute: str | int) -> list[tuple[Case, Recipe, float]]:
+    world = dist.get_world_size()
+    expected = {
+        (optimizer, micro_batches): one_process(build(), world, Recipe(optimizer, accumulation))
+        for optimizer in ("adamw", "sgd")
+        for micro_batches, accumulation in ((1, "none"), (2, "each"))
+    }
+    results = []
+    for case in cases_of(world, recompute):
+        model = case.shard()
+        start = build().state_dict()
+        for recipe in recipes_of(case):
+            model.load_state_dict(start)
+            try:
+                worst = sharded(model, expected[recipe.optimizer, recipe.micro_batches], recipe)
+            except Exception as error:
+                error.add_note(f"in {case} {recipe}")
+                raise
+            results.append((case, recipe, worst))
+    return results
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("world", sorted(TRIPLES))
+def test_three_steps_equal_one_process(world: int, recompute: str | int) -> None:
+    for rank, results in enumerate(run_ranks(world, run_row, recompute, timeout=120)):
+        wrong = [(*case, *recipe.__dict__.values(), worst) for case, recipe, worst in results if not worst <= TOLERANCE]
+        assert not wrong, f"rank {rank}: {len(wrong)} of {len(results)} differ: {wrong[:5]}"
+
+
+def run_named(strategy: str) -> tuple[float, list[str]]:
+    world = dist.get_world_size()
+    recipe = Recipe()
+    model = lamina.shard(build(), strategy, units=UNITS)
+    worst = sharded(model, one_process(build(), world, recipe), recipe)
+    with lamina.gathered(model):
+        kinds = sorted({type(p).__name__ for p in model.parameters()})
+        reference = one_process(build(), world, recipe)
+        return max(worst, parameter_deviation(model, reference.params[-1])), kinds
+
+
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_named_strategies(world: int, strategy: str) -> None:
+    for worst, kinds in run_ranks(world, run_named, strategy):
+        assert worst <= TOLERANCE
+        assert "Shard" not in kinds  # inside gathered() values are plain
