@@ -25,7 +25,7 @@ LAYERS = (
     {"core"},
     {"transport"},
     {"runtime"},
-    {"optim", "checkpoint", "planner", "launch"},
+    {"optim", "checkpoint", "planner", "launch", "places"},
     {"trace"},
     {"train"},
     {""},  # lamina/__init__.py

@@ -37,7 +37,7 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Embedding, equal blocks, norm, head. `checkpointing`: torch's own checkpoint around blocks, by the user."""
 
-    def __init__(self, blocks: int = 4, checkpointing: str = "none") -> None:
+    def __init__(self, blocks: int = 3, checkpointing: str = "none") -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
@@ -66,7 +66,7 @@ def language_batch(seed: int, samples: int) -> Tensor:
     return torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
 
 
-def build(checkpointing: str = "none", blocks: int = 4, seed: int = 0) -> LanguageModel:
+def build(checkpointing: str = "none", blocks: int = 3, seed: int = 0) -> LanguageModel:
     """The language model in float64, the same at every call with the same seed."""
     torch.manual_seed(seed)
     return LanguageModel(blocks, checkpointing).double()

@@ -23,13 +23,19 @@ POLL_SECONDS = 1.0
 SILENT_SECONDS = 3.0  # how long a rank waits before it says where
 
 
-@dataclass(frozen=True)
+@dataclass
 class Position:
-    """Where a rank is: comparable over ranks by `phase` and `mode`, readable by `words`."""
+    """Where a rank is: comparable over ranks by `phase` and `mode`, readable by `words`. Written at every step."""
 
-    phase: int
-    mode: str
-    words: str
+    phase: int = 0
+    mode: str = "start"
+    kind: str = "start"
+    verb: str = ""
+    unit: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind} {self.phase}: {self.verb} {self.unit and f'`{self.unit}`'}".rstrip()
 
 
 class Control:
@@ -37,7 +43,7 @@ class Control:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int, name: str) -> None:
         self.group, self.rank, self.world = group, rank, world
-        self.position = Position(0, "start", "start")
+        self.position = Position()
         self.exchanges = 0
         self._store = None
         if group is not None:

@@ -91,7 +91,7 @@ class UnitLayout:
     offsets_bytes: tuple[int, ...]
     buffer_bytes: int
 
-    @property
+    @cached_property
     def params(self) -> tuple[ParamSpec, ...]:
         return tuple(p for s in self.segments for p in s.params)
 

@@ -30,7 +30,7 @@ class Op(enum.Enum):
 
     @property
     def is_collective(self) -> bool:
-        return self in (Op.GATHER, Op.REDUCE)
+        return self is Op.GATHER or self is Op.REDUCE
 
 
 @dataclass(frozen=True)

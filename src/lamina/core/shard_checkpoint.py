@@ -64,6 +64,6 @@ def tensor_of(index: MetadataIndex, local: Tensor, spec: ShardSpec) -> Tensor:
             return local.detach()[here : here + box_numel].view(box.sizes)
         at += box_numel
     raise StateError(
-        f"the checkpoint asked for the piece of {spec.describe()} at offset {tuple(index.offset or ())}, which does not "
-        "lie here. Save and load with the model sharded as it was when the state dict was made."
+        f"the checkpoint asked for the piece of {spec.describe()} at offset {tuple(index.offset or ())}, which does "
+        "not lie here. Save and load with the model sharded as it was when the state dict was made."
     )

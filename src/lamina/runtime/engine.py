@@ -30,7 +30,7 @@ from lamina.core.slots import Slot, SlotState
 from lamina.errors import Disagreement, StateError
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.phase import Key, Kind, Phase, Recorded
-from lamina.runtime.reducing import Reducer
+from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use
 
@@ -249,7 +249,7 @@ class Engine:
     def _evict_sharing(self, slot: Slot) -> None:
         for other in slot.shares:
             if other.state is SlotState.GATHERING:
-                self.gatherer.drop(other)
+                self.gatherer.finish(other)
             if other.state is SlotState.WEIGHTS:
                 other.to(SlotState.EMPTY)
             if other.freed is not None:
@@ -280,7 +280,7 @@ class Engine:
     def _empty(self, unit: Unit) -> None:
         for slot in self._slots(unit):
             if slot.state is SlotState.GATHERING:
-                self.gatherer.drop(slot)
+                self.gatherer.finish(slot)
             if slot.state is SlotState.WEIGHTS and slot.pins == 0:
                 slot.to(SlotState.EMPTY)
                 slot.drop_memory()
@@ -309,21 +309,25 @@ class Engine:
 
     def _pump(self, phase: Phase) -> None:
         """Issue what stands next in the program, as long as it needs nothing that is still to come."""
-        while (step := phase.next()) is not None and step.op.is_collective:
-            unit = self.units[step.unit]
+        steps = phase.steps
+        while phase.cursor < len(steps):
+            step = steps[phase.cursor]
             if step.op is Op.REDUCE:
                 if step.unit not in phase.ready:
                     return
-            elif unit.slot is not None and self._waits_for_room(unit.slot):
+            elif step.op is not Op.GATHER or self._waits_for_room(self.units[step.unit].slot):
                 return
             phase.cursor += 1
             self._execute(phase, step)
 
-    def _waits_for_room(self, slot: Slot) -> bool:
+    def _waits_for_room(self, slot: Slot | None) -> bool:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
-        if slot.pins and slot.state is SlotState.WEIGHTS:
+        if slot is None or (slot.pins and slot.state is SlotState.WEIGHTS):
             return False  # the same weights, in use
-        return any(other.pins for other in slot.shares)
+        for other in slot.shares:
+            if other.pins:
+                return True
+        return False
 
     def _issue(self, phase: Phase, stop: int) -> None:
         """Issue everything before index `stop`, with zeros for reductions that this rank has nothing for."""
@@ -335,7 +339,8 @@ class Engine:
 
     def _execute(self, phase: Phase, step: Step) -> None:
         unit = self.units[step.unit]
-        self._say(f"{'gathers' if step.op is Op.GATHER else 'reduces'} `{unit.name}`")
+        position = self.control.position
+        position.verb, position.unit = step.op.name, unit.name
         if step.op is Op.GATHER:
             self._gather(unit)
         else:
@@ -365,7 +370,7 @@ class Engine:
         reductions first, then the unit that comes first (in backward: last); the end when all are there.
         """
         phase = self._current()
-        self._say(f"agrees on the next step ({self._words(op, unit)})")
+        self._say("agrees on the next step:", self._words(op, unit))
         mine = (op, unit)
         mask = [sum(1 << (i - base) for i in resident if base <= i < base + 62) for base in range(0, len(self.units), 62)]
         while True:
@@ -418,14 +423,12 @@ class Engine:
         return zlib.crc32(text.encode())
 
     def _words(self, op: int, unit: int) -> str:
-        return "the end" if op == _END else f"{_OPS[op].name.lower()} of `{self.units[unit].name}`"
+        return "the end" if op == _END else f"{_OPS[op].name.lower()} of {self.units[unit].name}"
 
-    def _say(self, words: str) -> None:
+    def _say(self, verb: str, unit: str = "") -> None:
         phase = self._current()
-        kind = phase.key.kind.value
-        self.control.position = Position(
-            phase.number, "lockstep" if phase.is_lockstep else "program", f"{kind} {phase.number}: {words}"
-        )
+        mode = "lockstep" if phase.is_lockstep else "program"
+        self.control.position = Position(phase.number, mode, phase.key.kind.value, verb, unit)
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -466,12 +469,14 @@ class Engine:
         use.active_in = None
         if not phase.keeps_graph:
             use.finish()
-        gradients = self._gradients(unit)
-        wanted = [full.requires_grad for full in self._fulls(unit)]
-        complete = all(g is not None for g, w in zip(gradients, wanted, strict=True) if w)
         self.leave(unit, use.slot)
-        if unit.trainable and not unit.kept and (complete and any(wanted) or unit.alive_uses == 0):
+        if unit.trainable and not unit.kept and (unit.alive_uses == 0 or self._has_all_gradients(unit)):
             self._finish_unit(phase, unit)
+
+    def _has_all_gradients(self, unit: Unit) -> bool:
+        """Autograd gives a leaf its gradient once a graph task: when all are there, no use of the unit is still to come."""
+        wanted = unit.wanted
+        return any(wanted) and all(g is not None for g, w in zip(self._gradients(unit), wanted, strict=True) if w)
 
     def _finish_unit(self, phase: Phase, unit: Unit) -> None:
         if phase.is_lockstep:
@@ -479,9 +484,6 @@ class Engine:
         else:
             phase.ready.add(unit.index)
             self._pump(phase)
-
-    def _fulls(self, unit: Unit) -> Sequence[Tensor]:
-        return unit.params if unit.slot is None else unit.slot.fulls
 
     def _gradients(self, unit: Unit) -> list[Tensor | None]:
         """This rank's gradients, by parameter, summed over the slots that the unit was used in."""
@@ -512,14 +514,15 @@ class Engine:
                 unit.note_existing_gradients()
         gradients = self._gradients(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self._free_home(unit)
-        targets = slot.segments if slot is not None else self.reducer.stage(unit)
+        place = self.reducer.stage(unit) if slot is None else slot
         with torch.no_grad():
-            self._collect(unit, gradients, targets)
-        for full in unit.params if unit.plain else [f for held in self._slots(unit) for f in held.fulls]:
-            full.grad = None
+            self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
+        for held in [unit.params] if unit.slot is None else [slot.fulls for slot in self._slots(unit)]:
+            for full in held:
+                full.grad = None
         if slot is not None:
             slot.to(SlotState.GRADS)
-        self.reducer.start(unit, targets, slot, self.last_micro_batch, self.defer, self.active_ranks)
+        self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.active_ranks)
 
     def _free_home(self, unit: Unit) -> Slot | None:
         """The unit's own slot, if its weights are dead and its bytes are nobody else's; None: use the staging buffer."""
@@ -536,22 +539,23 @@ class Engine:
             return None
         return slot
 
-    def _collect(self, unit: Unit, gradients: Sequence[Tensor | None], targets: Sequence[Tensor]) -> None:
-        """Lay gradients into their places; zeros where this rank has none."""
-        views, values, position = [], [], 0
-        for segment, target in zip(unit.layout.segments, targets, strict=True):
-            if segment.trainable:
-                present = gradients[position : position + len(segment.params)]
-                if any(g is None for g in present) or segment.padding_numel:
+    def _collect(self, unit: Unit, gradients: Sequence[Tensor | None], place: Slot | Staging, clean: bool) -> None:
+        """Lay gradients into their places; zeros where this rank has none, and between them.
+
+        `clean`: weights lie there, so what is between parameters is zero already.
+        """
+        if not clean:
+            for segment, target in zip(unit.layout.segments, place.segments, strict=True):
+                if segment.trainable:
                     target.zero_()
-                for start, spec, gradient in zip(segment.starts, segment.params, present, strict=True):
-                    if gradient is not None:
-                        views.append(target[start : start + spec.numel].view(spec.shape))
-                        values.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            for i in range(position, position + len(segment.params)):
-                if gradients[i] is not None:
-                    unit.touched[i] = True
-            position += len(segment.params)
+        views, values = [], []
+        for i, (spec, view, gradient) in enumerate(zip(unit.layout.params, place.views, gradients, strict=True)):
+            if gradient is not None:
+                views.append(view)
+                values.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+                unit.touched[i] = True
+            elif clean and spec.trainable:
+                view.zero_()
         if views:
             torch._foreach_copy_(views, values)
 

@@ -1,12 +1,14 @@
 """From masters to full parameters: one unit's gather.
 
 The slot is the concatenation of the shards, so a gather is: cast the own range into its place, then fill the rest in
-place, one all-gather for each level of sharding. No copy in, no copy out, no allocation.
+place, one all-gather for each level of sharding. No copy in, no copy out, no allocation; which bytes go where is worked
+out once for each slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,10 @@ from torch import Tensor
 from lamina.core.control import Control
 from lamina.core.lanes import Lanes
 from lamina.core.layout import Segment
-from lamina.core.mesh import DataMesh
+from lamina.core.mesh import DataMesh, Group
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.unit import Unit
-from lamina.transport.c10d import Transport
+from lamina.transport.c10d import Transport, as_bytes
 
 
 def spans(segment: Segment, mesh: DataMesh) -> list[tuple[int, int]]:
@@ -32,66 +34,108 @@ def spans(segment: Segment, mesh: DataMesh) -> list[tuple[int, int]]:
     return found
 
 
+@dataclass
+class Stage:
+    """One all-gather, in place."""
+
+    group: Group
+    whole: Tensor  # uint8
+    part: Tensor  # uint8, this rank's place in `whole`
+
+
+@dataclass
+class Route:
+    """Everything one gather does: casts, then stages of which each needs the one before."""
+
+    targets: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+    outer: list[Stage] = field(default_factory=list)
+    last: list[Stage] = field(default_factory=list)  # one a segment, independent of each other
+    moved_bytes: int = 0
+
+
 class Gatherer:
     """Issues gathers and waits for them."""
 
     def __init__(self, transport: Transport, control: Control, lanes: Lanes) -> None:
         self.transport, self.control, self.lanes = transport, control, lanes
         self.bytes_moved = 0
-        self._works: dict[int, list[dist.Work]] = {}  # by id of the slot
+        self._works: dict[Slot, list[dist.Work]] = {}
+        self._routes: dict[Slot, Route] = {}
+        self._publishing: dict[Unit, Route] = {}
 
     def start(self, unit: Unit, slot: Slot) -> None:
         """Issue the gather of a unit into an EMPTY slot (or over the same weights: they come out equal)."""
         self.finish(slot)
         slot.take_memory()
         slot.to(SlotState.GATHERING)
-        if unit.mesh.factors.uses_shards:
-            unit.gathers += 1
-        works: list[dist.Work] = []
+        unit.gathers += unit.communicates
         lane = self.lanes.gather
         lane.wait(slot.freed)
         with torch.no_grad(), lane.running():
-            for number, segment in enumerate(unit.layout.segments):
-                works += self._segment(unit, number, segment, slot.segments[number])
+            if unit.published and unit.dirty.value:
+                self._run(self._publishing_route(unit))
+            route = self._routes.get(slot)
+            if route is None:
+                route = self._routes[slot] = self._route(unit, slot)
+            works = self._run(route)
         unit.dirty.value = False
         slot.ready = lane.mark()
-        self._works[id(slot)] = works
+        self._works[slot] = works
 
     def finish(self, slot: Slot) -> None:
         """Let compute continue once the weights are there; on the CPU the host waits."""
         if slot.state is not SlotState.GATHERING:
             return
-        for work in self._works.pop(id(slot), ()):
+        for work in self._works.pop(slot, ()):
             self.control.wait(work)
         self.lanes.compute.wait(slot.ready)
         slot.to(SlotState.WEIGHTS)
 
-    def drop(self, slot: Slot) -> None:
-        """An unused prefetch: its bytes arrive, nobody reads them."""
-        self.finish(slot)
-
-    def _segment(self, unit: Unit, number: int, segment: Segment, whole: Tensor) -> Sequence[dist.Work]:
-        mesh = unit.mesh
-        full, params, grads, own = spans(segment, mesh)
-        if unit.published:
-            published = unit.published[number]
-            if unit.dirty.value:
-                self._outer(unit, published, number, params[0], (params, grads, own))
-            whole[params[0] : params[1]].copy_(published)
+    def _run(self, route: Route) -> list[dist.Work]:
+        if len(route.targets) == 1:
+            route.targets[0].copy_(route.sources[0])
         else:
-            self._outer(unit, whole, number, 0, (params, grads, own))
-        if mesh.gather[0].is_trivial:
-            return ()
-        self.bytes_moved += whole.nbytes
-        work = self.transport.all_gather(mesh.gather[0], whole, whole[params[0] : params[1]])
-        return () if work is None else (work,)
+            torch._foreach_copy_(route.targets, route.sources)
+        self.bytes_moved += route.moved_bytes
+        for stage in route.outer:
+            self.control.wait(self.transport.all_gather(stage.group, stage.whole, stage.part))
+        works = [self.transport.all_gather(stage.group, stage.whole, stage.part) for stage in route.last]
+        return [work for work in works if work is not None]
 
-    def _outer(self, unit: Unit, target: Tensor, number: int, origin: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Cast the master into `target` (which begins at element `origin`) and gather the outer levels around it."""
-        params, grads, own = [(a - origin, b - origin) for a, b in ranges]
-        target[own[0] : own[1]].copy_(unit.masters[number])
-        for group, outside, inside in ((unit.mesh.gather[2], grads, own), (unit.mesh.gather[1], params, grads)):
-            if not group.is_trivial:
-                whole = target[outside[0] : outside[1]]
-                self.bytes_moved += whole.nbytes
-                self.control.wait(self.transport.all_gather(group, whole, target[inside[0] : inside[1]]))
+    def _route(self, unit: Unit, slot: Slot) -> Route:
+        route = Route()
+        for number, segment in enumerate(unit.layout.segments):
+            whole, span = slot.segments[number], spans(segment, unit.mesh)
+            if unit.published:
+                route.targets.append(whole[span[1][0] : span[1][1]])
+                route.sources.append(unit.published[number])
+            else:
+                self._outer(route, unit, number, whole, 0, span)
+            self._stage(route, route.last, unit.mesh.gather[0], whole, span[1])
+        return route
+
+    def _publishing_route(self, unit: Unit) -> Route:
+        if unit not in self._publishing:
+            route = self._publishing[unit] = Route()
+            for number, segment in enumerate(unit.layout.segments):
+                span = spans(segment, unit.mesh)
+                self._outer(route, unit, number, unit.published[number], span[1][0], span)
+        return self._publishing[unit]
+
+    def _outer(
+        self, route: Route, unit: Unit, number: int, target: Tensor, origin: int, span: Sequence[tuple[int, int]]
+    ) -> None:
+        """Cast the master into `target`, which begins at element `origin`, and gather the outer levels around it."""
+        params, grads, own = [(start - origin, stop - origin) for start, stop in span[1:]]
+        route.targets.append(target[own[0] : own[1]])
+        route.sources.append(unit.masters[number])
+        self._stage(route, route.outer, unit.mesh.gather[2], target[grads[0] : grads[1]], own, grads[0])
+        self._stage(route, route.outer, unit.mesh.gather[1], target[params[0] : params[1]], grads, params[0])
+
+    def _stage(
+        self, route: Route, stages: list[Stage], group: Group, whole: Tensor, part: tuple[int, int], origin: int = 0
+    ) -> None:
+        if not group.is_trivial:
+            stages.append(Stage(group, as_bytes(whole), as_bytes(whole[part[0] - origin : part[1] - origin])))
+            route.moved_bytes += whole.nbytes

@@ -61,10 +61,8 @@ class Phase:
     def is_lockstep(self) -> bool:
         return self.recorded is None
 
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        assert self.recorded is not None
-        return self.recorded.steps
+    def __post_init__(self) -> None:
+        self.steps: tuple[Step, ...] = () if self.recorded is None else self.recorded.steps
 
     def next(self) -> Step | None:
         return self.steps[self.cursor] if self.cursor < len(self.steps) else None

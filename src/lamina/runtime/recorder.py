@@ -158,6 +158,10 @@ class Recorder(TorchDispatchMode):
         self._scratch: dict[torch.device, torch.UntypedStorage] = {}  # as large as the largest parameter rehearsed
         self._purge_at = 1024
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's guard against being compiled imports the compiler, which takes seconds; we never are
+
     # -- the block's ends
 
     def seed_generator(self, device: torch.device) -> None:

@@ -23,9 +23,17 @@ from torch import Tensor
 from lamina.core.control import Control
 from lamina.core.lanes import Lanes, Mark
 from lamina.core.mesh import Group
-from lamina.core.slots import Slot, SlotState, segment_views
+from lamina.core.slots import Slot, SlotState
 from lamina.runtime.unit import Unit, gradient_dtype
-from lamina.transport.c10d import Transport
+from lamina.transport.c10d import Transport, as_bytes
+
+
+@dataclass
+class Staging:
+    """Where a unit's gradients are laid when its slot cannot take them."""
+
+    segments: list[Tensor]  # in wire dtype, (numel,) each
+    views: list[Tensor]  # by parameter
 
 
 @dataclass
@@ -71,16 +79,20 @@ class Reducer:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def stage(self, unit: Unit) -> list[Tensor]:
-        """A place beside the weights for a unit's gradients, one view a segment."""
+    def stage(self, unit: Unit) -> Staging:
+        """A place beside the weights for a unit's gradients."""
         self.finish()
         self.lanes.compute.wait(self._staged)
-        if self.wire is None:
-            return segment_views(unit.layout, self._bytes("staging", unit.layout.buffer_bytes, unit.mesh.device))
-        return [
+        segments = [
             self._scratch(f"staging {number}", segment.numel, self.wire_dtype(segment.compute), unit.mesh.device)
             for number, segment in enumerate(unit.layout.segments)
         ]
+        views = [
+            target[start : start + spec.numel].view(spec.shape)
+            for segment, target in zip(unit.layout.segments, segments, strict=True)
+            for start, spec in zip(segment.starts, segment.params, strict=True)
+        ]
+        return Staging(segments, views)
 
     def wire_dtype(self, compute: torch.dtype) -> torch.dtype:
         """What a gradient of a floating dtype travels in."""
@@ -204,7 +216,7 @@ class Reducer:
         numel = source.numel() // group.size
         if self.use_inbox or source.dtype.itemsize == 2:
             inbox = self._scratch(role, source.numel(), source.dtype, source.device)
-            works.append(self.transport.all_to_all(group, inbox, source))
+            works.append(self.transport.all_to_all(group, as_bytes(inbox), as_bytes(source)))
             return inbox.view(group.size, numel)
         own = source[group.place * numel : (group.place + 1) * numel]
         works.append(self.transport.reduce_scatter(group, own, source))
@@ -263,12 +275,20 @@ class Reducer:
     def _deliver(self, unit: Unit, number: int, rows: Tensor, factor: float) -> None:
         """Write or add the mean into the gradient range, by parameter."""
         grad = unit.grads[number]
-        for start, stop, valid in self._runs(unit, number):
-            target = grad[start:stop]
-            if not valid:
-                target.copy_(rows[0, start:stop]).mul_(factor)
-            for row in rows if valid else rows[1:]:
-                target.add_(row[start:stop], alpha=factor)
+        runs = self._runs(unit, number)
+        if len(runs) == 1:
+            self._add_rows(grad, rows.unbind(), factor, runs[0][2])
+            return
+        for start, stop, valid in runs:
+            self._add_rows(grad[start:stop], rows[:, start:stop].unbind(), factor, valid)
+
+    @staticmethod
+    def _add_rows(target: Tensor, rows: Sequence[Tensor], factor: float, valid: bool) -> None:
+        if not valid:
+            torch.mul(rows[0], factor, out=target) if rows[0].dtype is target.dtype else target.copy_(rows[0]).mul_(factor)
+            rows = rows[1:]
+        for row in rows:
+            target.add_(row, alpha=factor)
 
     def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""

@@ -60,10 +60,13 @@ class Unit:
         self.name = plan.name or "root"
         self.params = list(params)  # the user's objects, in layout order
         self.entries = list(entries)
+        self._places = [(entry.parameters, entry.attribute, entry.position) for entry in entries]
         self.plain = plain
         self.sharded = mesh.factors.shards_parameters
         self.trainable = any(spec.trainable for spec in layout.params)
+        self.communicates = mesh.factors.uses_shards
         self.dirty = DirtyFlag(True)
+        self.wanted = [spec.trainable for spec in layout.params]  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
         self.overflow: list[Slot] = []
         self.windows = 0  # open uses whose modules see full parameters
@@ -125,15 +128,17 @@ class Unit:
 
     def swap_in(self, slot: Slot, forward: bool) -> None:
         """Let the modules see the full parameters of `slot`."""
-        fulls = slot.fulls
-        for entry in self.entries:
-            param = self.params[entry.position]
-            if entry.parameters.get(entry.attribute) is not param and self.windows == 0:
-                self.check_entry(entry)
-            full = fulls[entry.position]
-            if forward and full.requires_grad is not param.requires_grad:
-                self._follow_requires_grad(entry.position, full, param)
-            entry.parameters[entry.attribute] = full
+        fulls, params, first = slot.fulls, self.params, self.windows == 0
+        for parameters, attribute, position in self._places:
+            param, full = params[position], fulls[position]
+            if first and parameters.get(attribute) is not param:
+                for entry in self.entries:
+                    self.check_entry(entry)
+            parameters[attribute] = full
+        if forward:
+            for position, (param, full) in enumerate(zip(params, fulls, strict=True)):
+                if full.requires_grad is not param.requires_grad:
+                    self._follow_requires_grad(position, full, param)
         for module in self.recurrent:
             module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
 
@@ -144,8 +149,9 @@ class Unit:
             raise ParameterChanged(_replaced(entry, found))
 
     def swap_out(self) -> None:
-        for entry in self.entries:
-            entry.parameters[entry.attribute] = self.params[entry.position]
+        params = self.params
+        for parameters, attribute, position in self._places:
+            parameters[attribute] = params[position]
         for module in self.recurrent:
             module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
 
@@ -157,6 +163,7 @@ class Unit:
                 "for one. Set requires_grad before lamina.shard(), or build and shard the model anew"
             )
         full.requires_grad_(param.requires_grad)
+        self.wanted[position] = param.requires_grad
 
     def check_masters(self) -> None:
         """Every parameter is still a view of its master: `.to()`, `.double()` and the like would have moved it."""
@@ -231,42 +238,47 @@ class Unit:
     def note_existing_gradients(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make_gradients()
-        for i, (param, view) in enumerate(zip(self.params, self.grad_views, strict=True)):
-            grad = param.grad
+        count = sys.getrefcount
+        for i, view in enumerate(self.grad_views):
+            grad = self.params[i].grad
             self.valid[i] = grad is not None
-            if grad is not None and grad is not view:
+            if grad is None:
+                # a gradient that only we know is referenced by the list, by `view` and by getrefcount's argument
+                if count(view) > 3 or (type(view) is Shard and count(view.local) > 2):
+                    self._leave_to_the_user(i)
+            elif grad is not view:
                 local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
-            elif grad is None and self.layout.params[i].trainable:
-                self._leave_to_the_user(i, view)
 
-    def _leave_to_the_user(self, position: int, view: Tensor) -> None:
+    def _leave_to_the_user(self, position: int) -> None:
         """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
-        # references: grad_views, the caller's `view` and loop variable, this frame, getrefcount's argument
-        if isinstance(view, Shard) and (sys.getrefcount(view) > 6 or sys.getrefcount(view.local) > 2):
+        view = self.grad_views[position]
+        if isinstance(view, Shard):
             place = view.local
             view.local = place.clone()
             self.grad_views[position] = Shard(place, view.spec)
-        elif not isinstance(view, Shard) and sys.getrefcount(view) > 6:
+        else:
             place = view.detach()
             view.set_(view.clone().untyped_storage(), 0, view.shape, view.stride())
-            self.grad_views[position] = place.view(place.shape)
+            self.grad_views[position] = place
 
     def bind_gradients(self, used: Sequence[bool]) -> None:
         """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
-        for i, param in enumerate(self.params):
-            if not used[i]:
+        for param, grad, is_used in zip(self.params, self.grad_views, used, strict=True):
+            if not is_used:
                 continue
-            grad = self.grad_views[i]
-            if not self.plain and param._backward_hooks:
-                for hook in list(param._backward_hooks.values()):
-                    changed = hook(grad)
-                    if changed is not None and changed is not grad:
-                        local_of(grad).copy_(local_of(changed))
             if param.grad is not grad:
                 param.grad = grad
-            if not self.plain and param._post_accumulate_grad_hooks:
-                for hook in list(param._post_accumulate_grad_hooks.values()):
-                    hook(param)
+            if not self.plain and (param._backward_hooks or param._post_accumulate_grad_hooks):
+                self._call_hooks(param, grad)
+
+    def _call_hooks(self, param: nn.Parameter, grad: Tensor) -> None:
+        """The user's hooks on a parameter see what p.grad is: the reduced shard."""
+        for hook in list((param._backward_hooks or {}).values()):
+            changed = hook(grad)
+            if changed is not None and changed is not grad:
+                local_of(grad).copy_(local_of(changed))
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            hook(param)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -1,0 +1,296 @@
+"""AdamW that updates whole ranges of a unit at once.
+
+torch's fused AdamW takes one entry per parameter in six lists, and builds and checks these lists at every step: host
+time that grows with the number of parameters, however small they are. Parameters of a sharded model lie in a few
+buffers, so here the lists hold a few ranges, made once:
+
+    homes   the state, one buffer a moment for neighbouring parameters of one group (`moments`)
+    calls   one fused kernel per group, device and dtype, over ranges of masters, gradients and moments
+
+Calls are made anew when a gradient appears, goes away or is replaced by another tensor, and when groups or states
+change; hyperparameters are read from the groups at every step. The algorithm is that of Loshchilov and Hutter,
+"Decoupled weight decay regularization", by torch's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.errors import UsageError
+from lamina.optim.moments import FLAT, Home
+from lamina.optim.places import find_places, local_of
+from lamina.runtime.unit import Unit
+
+
+@dataclass
+class Call:
+    """One fused kernel: entry i of every list belongs to the same range. Empty ranges are left out."""
+
+    group: int
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: list[Tensor] = field(default_factory=list)  # 0-dim
+    loose: list[tuple[int, Tensor]] = field(default_factory=list)  # entry, parameter: looked up at every step
+
+
+@dataclass
+class Seen:
+    """What the homes were made for; compared at every step by identity, without a loop in Python."""
+
+    groups: list[tuple[list[Tensor], bool, bool]]  # parameters, amsgrad, eps == 0
+    state: dict[Any, Any]
+    values: list[Any]  # of `state`
+    entries: list[tuple[str, list[dict[str, Any]], list[Tensor]]]  # key, states, what they hold
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW over the flat ranges of a sharded model; equal to `torch.optim.AdamW` up to rounding.
+
+    A `torch.optim.Optimizer` with the groups, options and state dict of torch's, for parameters of sharded models and
+    for any others; it may be built before or after `lamina.shard()`. Always fused.
+
+    Args:
+        params: parameters, named parameters, or groups of them.
+        lr: a number, or a tensor with one element.
+        betas, eps, weight_decay, amsgrad, maximize, capturable: as in torch.
+        fused: accepted for code that passes it to torch's; False is refused.
+
+    Raises:
+        UsageError: `fused=False`; a sparse gradient.
+        ParameterChanged: a parameter was cast or moved after `lamina.shard()`.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, the kernel reads them
+    _homes: Sequence[Home] = ()
+    _calls: Sequence[Call] = ()
+    _counts: Sequence[list[Tensor]] = ()  # pieces of the homes' step counts that a step adds to, by device
+    _units: Sequence[Unit] = ()  # that a step writes
+    _kinds: list[list[int]] | None = None
+    _seen: Seen | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+        fused: bool | None = True,
+    ) -> None:
+        if fused is False:
+            raise UsageError("lamina.optim.AdamW is always fused: leave `fused` out, or use torch.optim.AdamW")
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable, fused=True
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what `load_state_dict` calls; the groups of a torch.optim.AdamW may say that it was not fused."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+        self._seen = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient. Local: no communication."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_current():
+            self._settle()
+        kinds = [home.kinds() for home in self._homes]
+        if kinds != self._kinds:
+            self._draw(kinds)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for counts in self._counts:
+            torch._foreach_add_(counts, 1)
+        for call in self._calls:
+            _run(call, self.param_groups[call.group], scale, found_inf)
+        if found_inf is not None:  # a step that the kernels left out does not count
+            for counts in self._counts:
+                torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
+        for unit in self._units:
+            unit.dirty.mark()
+        return loss
+
+    # ---- homes: from groups and states ---------------------------------------------------------------------------
+
+    def _is_current(self) -> bool:
+        seen = self._seen
+        if seen is None or len(self.param_groups) != len(seen.groups):
+            return False
+        for group, (params, amsgrad, no_eps) in zip(self.param_groups, seen.groups, strict=True):
+            same = len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            if not same or bool(group["amsgrad"]) != amsgrad or (group["eps"] == 0) != no_eps:
+                return False
+        if self.state is not seen.state or len(self.state) != len(seen.values):
+            return False
+        if not all(map(is_, self.state.values(), seen.values)):
+            return False
+        try:
+            return all(all(map(is_, map(itemgetter(key), states), held)) for key, states, held in seen.entries)
+        except KeyError:
+            return False
+
+    def _settle(self) -> None:
+        """Give every parameter a home and bring the states there; homes that stayed the same are kept."""
+        before = {home.identity: home for home in self._homes}
+        homes = []
+        for number, group in enumerate(self.param_groups):
+            keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+            for params, places in _neighbours(group["params"]):
+                home = Home(params, places, number, keys)
+                home = before.get(home.identity, home)
+                states = [self.state.get(param) or {} for param in params]
+                for i, state in enumerate(states):
+                    home.adopt(i, state)
+                home.read_histories([bool(state) for state in states])
+                homes.append(home)
+        self._homes, self._kinds = homes, None
+        self._remember()
+
+    def _remember(self) -> None:
+        by_key: dict[str, tuple[list[dict[str, Any]], list[Tensor]]] = {}
+        for home in self._homes:
+            for param, view in zip(home.params, home.views, strict=False):
+                state = self.state.get(param)
+                for key in view if state else ():
+                    states, held = by_key.setdefault(key, ([], []))
+                    states.append(state)  # type: ignore[arg-type]
+                    held.append(view[key])
+        groups = [(list(g["params"]), bool(g["amsgrad"]), g["eps"] == 0) for g in self.param_groups]
+        entries = [(key, states, held) for key, (states, held) in by_key.items()]
+        self._seen = Seen(groups, self.state, list(self.state.values()), entries)
+
+    # ---- calls: from homes and gradients -------------------------------------------------------------------------
+
+    def _draw(self, kinds: list[list[int]]) -> None:
+        """Make the calls for the gradients that are there; states begin with the first gradient."""
+        calls: dict[tuple[Any, ...], Call] = {}
+        counts: dict[torch.device, list[Tensor]] = {}
+        units: dict[int, Unit] = {}
+        for home, here in zip(self._homes, kinds, strict=True):
+            if not any(here):
+                continue
+            home.allocate()
+            for i in home.advance(here):
+                self.state[home.params[i]] = dict(home.views[i])
+            first = home.params[0]
+            group = self.param_groups[home.group]
+            call = calls.setdefault((home.group, first.device, first.dtype), Call(home.group))
+            for start, end in home.runs(here, over_padding=group["eps"] != 0):
+                _add_range(call, home, start, end, flat=here[start] == FLAT)
+            counts.setdefault(first.device, []).extend(_stepping(home, here))
+            if home.unit is not None:
+                units[id(home.unit)] = home.unit
+        self._calls = [call for call in calls.values() if call.params]
+        self._counts, self._units = list(counts.values()), list(units.values())
+        self._kinds = kinds
+        self._remember()
+
+
+def _neighbours(params: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
+    """The parameters of a group, neighbours in a unit together, in the order of the units."""
+    alone, placed = [], []
+    for param, place in zip(params, find_places(params), strict=True):
+        if place is None:
+            alone.append(([param], [None]))
+        else:
+            placed.append((place, param))
+    placed.sort(key=lambda item: (item[0].unit.index, id(item[0].unit), item[0].position))
+    runs: list[tuple[list[Tensor], list[Any]]] = []
+    for place, param in placed:
+        if runs and runs[-1][1][-1].is_followed_by(place):
+            runs[-1][0].append(param)
+            runs[-1][1].append(place)
+        else:
+            runs.append(([param], [place]))
+    return runs + alone
+
+
+def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None:
+    """Enter the parameters [first, end) of a home, as one range where they are flat."""
+    if flat:
+        start, stop = home.places[first].start, home.places[end - 1].stop
+        if start == stop:
+            return
+        place = home.places[first]
+        call.params.append(_real(place.unit.masters[place.segment][start:stop]))
+        call.grads.append(_gradient(place.unit.grads[place.segment][start:stop], call.params[-1]))
+        moments = {key: moment[start - home.start : stop - home.start] for key, moment in home.moments.items()}
+    else:
+        param = home.params[first]
+        if local_of(param).numel() == 0:
+            return
+        call.loose.append((len(call.params), param))
+        call.params.append(param)
+        call.grads.append(param)  # both are replaced before the kernel runs
+        moments = {key: local_of(home.views[first][key]) for key in home.keys}
+    for key, moment in moments.items():
+        call.moments.setdefault(key, []).append(_real(moment))
+    call.steps.append(home.steps[first])
+
+
+def _stepping(home: Home, kinds: Sequence[int]) -> list[Tensor]:
+    """The step counts of the parameters that take part, as few pieces of the home's."""
+    pieces: list[tuple[int, int]] = []
+    for i, kind in enumerate(kinds):
+        if kind and pieces and pieces[-1][1] == i:
+            pieces[-1] = (pieces[-1][0], i + 1)
+        elif kind:
+            pieces.append((i, i + 1))
+    return [home.steps[first:end] for first, end in pieces]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _gradient(grad: Tensor, param: Tensor) -> Tensor:
+    """In the dtype and memory order of its parameter, which the kernel takes for granted."""
+    grad = _real(grad)
+    if grad.dtype is param.dtype and grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def _run(call: Call, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None) -> None:
+    for entry, param in call.loose:
+        assert param.grad is not None
+        call.params[entry] = _real(local_of(param.detach()))
+        call.grads[entry] = _gradient(local_of(param.grad.detach()), call.params[entry])
+    device, lr = call.params[0].device, group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        lr = lr.to(device, non_blocking=True)
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        call.params,
+        call.grads,
+        call.moments["exp_avg"],
+        call.moments["exp_avg_sq"],
+        call.moments.get("max_exp_avg_sq", []),
+        call.steps,
+        amsgrad=bool(group["amsgrad"]),
+        lr=lr,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=None if scale is None else scale.to(device, non_blocking=True),
+        found_inf=None if found_inf is None else found_inf.to(device, non_blocking=True),
+    )
+    for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
+        call.params[entry] = call.grads[entry] = call.steps[entry]
