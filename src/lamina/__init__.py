@@ -25,6 +25,7 @@ from lamina.errors import (
     UsageError,
 )
 from lamina.launch import launch
+from lamina.optim.clip import clip_grad_norm_
 from lamina.places import adopt, capture, export, latest, load, plan, save, trace
 from lamina.runtime.access import gathered, sync
 from lamina.runtime.api import shard
@@ -57,6 +58,7 @@ __all__ = [
     "adopt",
     "capture",
     "check",
+    "clip_grad_norm_",
     "debug",
     "deferred",
     "even",

@@ -71,7 +71,7 @@ def build_mesh(strategy: str | Strategy, mesh: DeviceMesh | None, device: torch.
     factors = resolve(strategy, len(ranks), shard_size)
     me = ranks.index(dist.get_rank())
     whole_world = len(ranks) == dist.get_world_size()
-    maker = _GroupMaker(ranks, me, whole_world)
+    maker = _GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
@@ -116,8 +116,8 @@ def _ranks_per_node(world: int) -> int | None:
 class _GroupMaker:
     """Creates groups in the same order on every rank; one group for the same ranks on the same lane."""
 
-    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool) -> None:
-        self.ranks, self.me, self.whole_world = ranks, me, whole_world
+    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
+        self.ranks, self.me, self.whole_world, self.backend = ranks, me, whole_world, backend
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def make(self, level: Level, lane: str) -> Group:
@@ -127,7 +127,7 @@ class _GroupMaker:
         mine = level.members(self.me)
         for members in sorted({level.members(rank) for rank in range(len(self.ranks))}):
             if (self.whole_world or members == mine) and (lane, members) not in self._made:
-                self._made[lane, members] = self._new([self.ranks[m] for m in members])
+                self._made[lane, members] = self._new([self.ranks[m] for m in members], self.backend)
         return Group(self._made[lane, mine], level.size, level.place(self.me))
 
     def control(self) -> dist.ProcessGroup | None:
@@ -137,6 +137,6 @@ class _GroupMaker:
         fake = dist.get_backend() == "fake"  # a benchmark of host time: nothing is sent
         return self._new(list(self.ranks), backend="fake" if fake else "gloo")
 
-    def _new(self, global_ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+    def _new(self, global_ranks: list[int], backend: str | None) -> dist.ProcessGroup:
         assert global_ranks == sorted(global_ranks), "torch orders the ranks of a group by number"
         return dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)

@@ -93,6 +93,7 @@ class Engine:
     def _open(self, key: Key, owner: object) -> None:
         self.phases += 1
         self.phase = Phase(self.phases, key, self.programs.get(key), owner)
+        self.lanes.gather.wait(self.lanes.compute.mark())  # what the optimizer wrote
         self._say("begins")
 
     def end_forward(self) -> None:
@@ -270,10 +271,12 @@ class Engine:
         unit.overflows += 1
         for slot in unit.overflow:
             if slot.state is SlotState.EMPTY and slot.pins == 0:
+                slot.freed = self.lanes.compute.mark()
                 return slot
         with torch.inference_mode(False):
             buffer = torch.empty(unit.layout.buffer_bytes, dtype=torch.uint8, device=unit.mesh.device)
             slot = Slot(unit.layout, buffer, home=False)
+        slot.freed = self.lanes.compute.mark()
         unit.overflow.append(slot)
         return slot
 

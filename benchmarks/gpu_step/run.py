@@ -1,0 +1,239 @@
+"""Step time, device memory and loss of sharded training on GPUs, beside FSDP2 and a hand-written loop.
+
+    python benchmarks/gpu_step/run.py --gpus 2 --save benchmarks/gpu_step/results/NAME.json
+
+Every way runs in processes of its own (so that device memory is its own), from the same weights on the same batches:
+timed steps (10 between synchronisations, maximum over ranks, median of rounds), then 50 steps from the start whose
+losses are compared with the hand-written loop (bf16 compute, fp32 masters, gradients averaged in fp32). All ways clip
+at 1.0 and change the learning rate at every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+from model import Block, Model
+
+WAYS = ("reference", "fsdp2-fp32", "fsdp2-bf16", "lamina")
+LENGTH = 2048
+Step = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def learning_rate(step: int) -> float:
+    return 1e-4 * min(1.0, (step + 1) / 10)
+
+
+def reference(size: str) -> Step:
+    """bf16 weights, fp32 masters, gradients averaged in fp32: nothing sharded."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        source = Model(size)
+        model = Model(size).to(torch.bfloat16)
+    masters = [p.detach().clone().requires_grad_() for p in source.parameters()]
+    del source
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    copies = list(model.parameters())
+
+    def publish() -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(copies, masters)
+
+    publish()
+
+    def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        for master, copy in zip(masters, copies, strict=True):
+            gradient = copy.grad.float()
+            dist.all_reduce(gradient)
+            master.grad = gradient / dist.get_world_size()
+            copy.grad = None
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        set_rate(optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        publish()
+        return loss.detach()
+
+    return step
+
+
+def fsdp2(size: str, reduce: torch.dtype) -> Step:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = seeded(size)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    blocks = list(model.blocks)
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+
+def lamina_way(size: str) -> Step:
+    import lamina
+
+    model = lamina.shard(seeded(size), precision=lamina.Precision(compute=torch.bfloat16, keep=()))
+    return training_step(model, lamina.optim.AdamW(model.parameters(), lr=1e-4), lamina.clip_grad_norm_)
+
+
+def seeded(size: str) -> Model:
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        return Model(size)
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable = nn.utils.clip_grad_norm_) -> Step:
+    def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        clip(model.parameters(), 1.0)
+        set_rate(optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def set_rate(optimizer: torch.optim.Optimizer, number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(number)
+
+
+def batch(number: int, tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Batch `number` of this rank: a fixed stream with something to learn in it."""
+    length = min(LENGTH, tokens)
+    generator = torch.Generator(device="cuda").manual_seed(1000 * number + dist.get_rank())
+    data = torch.randint(0, vocabulary // 64, (tokens // length, length + 1), device="cuda", generator=generator)
+    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
+def measure(way: str, options: argparse.Namespace) -> dict:
+    """One way on this rank."""
+    build = {
+        "reference": reference,
+        "fsdp2-fp32": lambda size: fsdp2(size, torch.float32),
+        "fsdp2-bf16": lambda size: fsdp2(size, torch.bfloat16),
+        "lamina": lamina_way,
+    }[way]
+    from model import SIZES
+
+    vocabulary = SIZES[options.size][-1]
+    step = build(options.size)
+    losses = []
+    for number in range(options.steps):
+        loss = step(*batch(number, options.tokens, vocabulary), number)
+        dist.all_reduce(loss)
+        losses.append(loss / dist.get_world_size())
+    curve = [float(loss) for loss in losses]
+    data = batch(0, options.tokens, vocabulary)
+    milliseconds, host = [], []
+    for _ in range(options.rounds):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for number in range(10):
+            step(*data, number)
+        issued = time.perf_counter()
+        torch.cuda.synchronize()
+        took = torch.tensor([time.perf_counter() - started, issued - started], device="cuda") * 100
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        milliseconds.append(float(took[0]))
+        host.append(float(took[1]))
+    free, everything = torch.cuda.mem_get_info()
+    return {
+        "way": way,
+        "ms": statistics.median(milliseconds),
+        "ms_min": min(milliseconds),
+        "ms_max": max(milliseconds),
+        "host_ms": statistics.median(host),
+        "used_gib": (everything - free) / 2**30,
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "losses": curve,
+    }
+
+
+def child(options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cuda:nccl,cpu:gloo")
+    result = measure(options.way, options)
+    if dist.get_rank() == 0:
+        Path(options.result).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--size", default="1b")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--save", type=Path, default=None)
+    parser.add_argument("--way", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--result", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way is not None:
+        child(options)
+        return
+    rows = []
+    for way in options.ways.split(","):
+        with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+            command += [__file__, "--way", way, "--result", result.name, "--size", options.size]
+            command += ["--tokens", str(options.tokens), "--steps", str(options.steps), "--rounds", str(options.rounds)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            text = result.read()
+            if done.returncode or not text:
+                print(f"{way}: failed\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+                continue
+            rows.append(json.loads(text))
+    show(rows, options)
+
+
+def show(rows: list[dict], options: argparse.Namespace) -> None:
+    card = torch.cuda.get_device_name()
+    print(f"{options.size}, {options.tokens} tokens a GPU, {options.gpus} x {card}, torch {torch.__version__}")
+    base = next((row["losses"] for row in rows if row["way"] == "reference"), None)
+    print(f"{'way':>11} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {'used':>6} {'alloc':>6} {'resv':>6}  deviation  last loss")
+    for row in rows:
+        row["deviation"] = None if base is None else max(abs(a - b) for a, b in zip(row["losses"], base, strict=True))
+        print(
+            f"{row['way']:>11} {row['ms']:7.1f} {row['ms_min']:6.1f} - {row['ms_max']:6.1f} {row['host_ms']:6.1f} "
+            f"{row['used_gib']:6.2f} {row['allocated_gib']:6.2f} {row['reserved_gib']:6.2f}  "
+            f"{row['deviation'] if row['deviation'] is None else round(row['deviation'], 6)}  {row['losses'][-1]:.4f}"
+        )
+    if options.save is not None:
+        facts = {"card": card, "torch": torch.__version__, "command": " ".join(sys.argv), "rows": rows}
+        options.save.write_text(json.dumps(facts, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The runtime over NCCL on two GPUs, against one process on one GPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import lamina
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), *[Block(32) for _ in range(5)], nn.Linear(32, 8)).double().cuda()
+
+
+def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompute: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    lamina.debug(True)
+    model = lamina.shard(build(), strategy, units=[Block], slots=slots, recompute=recompute)
+    plain = build()
+    optimizer, plain_optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
+    for step in range(4):
+        data = torch.randn(4 * world, 16, generator=torch.Generator().manual_seed(step)).double().cuda()
+        for half in (data[: 2 * world], data[2 * world :]):
+            model(half[2 * rank : 2 * rank + 2]).pow(2).mean().backward()
+            plain(half).pow(2).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        plain_norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, plain_norm, rtol=0, atol=1e-10)
+        for o in (optimizer, plain_optimizer):
+            o.step()
+            o.zero_grad()
+    with lamina.gathered(model):
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-10, msg=name)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_equals_one_process(strategy: str, slots: int) -> None:
+    assert torch.cuda.device_count() >= 2, "this test needs two GPUs"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none"), nprocs=2)
+
+
+if __name__ == "__main__":  # where pytest is not installed
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    for name in ("zero3", "zero2", "zero1", "ddp"):
+        for count in (1, 3):
+            test_equals_one_process(name, count)
+            print(name, count, "equal")
