@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import lamina
 from harness import expect_error, run_ranks
 from lamina.core.shard_collectives import COUNTERS
-from lamina.core.shard_spec import GlobalSpec
 from lamina.core.shard_tensor import Shard
 from lamina.optim import clip_grad_norm_
+from lamina.runtime.unit import split_parameter
 from optim.training import backward, difference, pair
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, 0.0, 0.5, -1.0, -math.inf)
@@ -165,14 +164,6 @@ def test_mistakes() -> None:
 # -- tensor parallelism beside sharding
 
 
-@dataclass
-class Part:
-    """What a parameter says that is one rank's part of a larger tensor."""
-
-    groups: tuple[dist.ProcessGroup, ...]
-    spec: GlobalSpec
-
-
 def parts_count_once(strategy: str) -> None:
     """2 x 2 ranks: one weight split over "tp" and then over "shard", one bias the same on both tensor ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
@@ -182,7 +173,7 @@ def parts_count_once(strategy: str) -> None:
     model = nn.Module()
     model.weight = nn.Parameter(weight[3 * tensor : 3 * tensor + 3].clone())
     model.bias = nn.Parameter(bias.clone())
-    model.weight.lamina_part = Part((mesh.get_group("tp"),), GlobalSpec(weight.shape, 0, 3 * tensor))
+    split_parameter(model.weight, 0, mesh.get_group("tp"))
     model.forward = lambda: (model.weight.pow(2).sum() + model.bias.pow(2).sum()) / 2
     lamina.shard(model, strategy=strategy, mesh=mesh["shard"])
     for order in (2.0, 1.0, math.inf, 0.0):

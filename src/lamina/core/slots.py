@@ -82,10 +82,16 @@ class Slot:
             self._poison()
 
     def _poison(self) -> None:
+        """Debug mode: NaN where nobody may read, in order with the work before and after it."""
+        on_gpu = self.buffer.device.type == "cuda"
+        if on_gpu and self.freed is not None:
+            torch.cuda.current_stream(self.buffer.device).wait_event(self.freed.event)
         with torch.no_grad():
             for segment in self.segments:
                 if segment.is_floating_point() or segment.is_complex():
                     segment.fill_(float("nan"))
+        if on_gpu:
+            self.freed = Mark(torch.cuda.current_stream(self.buffer.device))
 
     def take_memory(self) -> None:
         """Give an overflow slot its memory back before a gather."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lamina.errors import UsageError
-from lamina.optim.moments import FLAT, Home
+from lamina.optim.moments import FLAT, Home, make_steps, stepping
 from lamina.optim.places import find_places, local_of
 from lamina.runtime.unit import Unit
 
@@ -152,12 +152,13 @@ class AdamW(torch.optim.AdamW):
             keys = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
             for params, places in _neighbours(group["params"]):
                 home = Home(params, places, number, keys)
-                home = before.get(home.identity, home)
-                states = [self.state.get(param) or {} for param in params]
-                for i, state in enumerate(states):
-                    home.adopt(i, state)
-                home.read_histories([bool(state) for state in states])
-                homes.append(home)
+                homes.append(before.get(home.identity, home))
+        make_steps([home for home in homes if home.identity not in before])
+        for home in homes:
+            states = [self.state.get(param) or {} for param in home.params]
+            for i, state in enumerate(states):
+                home.adopt(i, state)
+            home.read_histories([bool(state) for state in states])
         self._homes, self._kinds = homes, None
         self._remember()
 
@@ -179,7 +180,6 @@ class AdamW(torch.optim.AdamW):
     def _draw(self, kinds: list[list[int]]) -> None:
         """Make the calls for the gradients that are there; states begin with the first gradient."""
         calls: dict[tuple[Any, ...], Call] = {}
-        counts: dict[torch.device, list[Tensor]] = {}
         units: dict[int, Unit] = {}
         for home, here in zip(self._homes, kinds, strict=True):
             if not any(here):
@@ -192,11 +192,10 @@ class AdamW(torch.optim.AdamW):
             call = calls.setdefault((home.group, first.device, first.dtype), Call(home.group))
             for start, end in home.runs(here, over_padding=group["eps"] != 0):
                 _add_range(call, home, start, end, flat=here[start] == FLAT)
-            counts.setdefault(first.device, []).extend(_stepping(home, here))
             if home.unit is not None:
                 units[id(home.unit)] = home.unit
         self._calls = [call for call in calls.values() if call.params]
-        self._counts, self._units = list(counts.values()), list(units.values())
+        self._counts, self._units = stepping(self._homes, kinds), list(units.values())
         self._kinds = kinds
         self._remember()
 
@@ -241,17 +240,6 @@ def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None
     for key, moment in moments.items():
         call.moments.setdefault(key, []).append(_real(moment))
     call.steps.append(home.steps[first])
-
-
-def _stepping(home: Home, kinds: Sequence[int]) -> list[Tensor]:
-    """The step counts of the parameters that take part, as few pieces of the home's."""
-    pieces: list[tuple[int, int]] = []
-    for i, kind in enumerate(kinds):
-        if kind and pieces and pieces[-1][1] == i:
-            pieces[-1] = (pieces[-1][0], i + 1)
-        elif kind:
-            pieces.append((i, i + 1))
-    return [home.steps[first:end] for first, end in pieces]
 
 
 def _real(tensor: Tensor) -> Tensor:

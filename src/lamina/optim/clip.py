@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -27,10 +28,17 @@ from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UsageError
 from lamina.optim.places import Place, find_places, local_of
+from lamina.runtime.unit import PARTS
 
-PIECE_NUMEL = 1 << 22  # a norm sums in the gradient's dtype; sums of longer stretches continue in float64
+# The host's kernel sums a float32 norm in few accumulators (off by 2e-3 over 4 M equal elements, 8e-5 over random
+# ones), so there it is asked for float64, which converts its input: in pieces that stay in the cache. CUDA's sums as a
+# tree and needs no help.
+HOST_PIECE_NUMEL = 1 << 16
 
 Groups = tuple[dist.ProcessGroup, ...]
+_grad = attrgetter("grad")
+_grad_dtype = attrgetter("grad.dtype")
+_reach = attrgetter("spec.group", "spec.outer")
 
 
 @dataclass
@@ -93,11 +101,14 @@ def _with_gradient(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Te
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
-    params = list({id(param): param for param in parameters if param.grad is not None}.values())
-    for param in params:
-        if type(param) is Shard and type(param.grad) is not Shard:
-            assert param.grad is not None
-            param.grad = cut(param.grad, param)  # whole, from outside the forward
+    params = []
+    for param in {id(param): param for param in parameters}.values():
+        grad = param.grad
+        if grad is None:
+            continue
+        if type(param) is Shard and type(grad) is not Shard:
+            param.grad = cut(grad, param)  # whole, from outside the forward
+        params.append(param)
     return params
 
 
@@ -107,34 +118,65 @@ def _with_gradient(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Te
 def _spreads(params: Sequence[Tensor], places: Sequence[Place | None]) -> list[Spread]:
     """Gradients by the groups they lie over, neighbours as one range, in an order that is the same on every rank."""
     spreads: dict[Groups, Spread] = {}
-    numbers = list(range(len(params)))
-    keys = [(0, 0) if place is None else (id(place.unit), place.position) for place in places]
-    grouped: dict[int, list[int]] = {}  # by unit, in the order in which the parameters name them
-    for number in numbers:
-        grouped.setdefault(keys[number][0], []).append(number)
-    for members in grouped.values():
-        for number in sorted(members, key=lambda n: keys[n][1]):
-            param, place = params[number], places[number]
-            groups = _groups_of(param)
-            spread = spreads.get(groups) or spreads.setdefault(groups, Spread(groups))
-            spread.members.append(number)
-            if place is not None and _is_flat(param, place):
-                _extend(spread, place)
-            else:
-                _close(spread)
-                assert param.grad is not None
-                spread.ranges.append(local_of(param.grad.detach()))
+    units: dict[int, list[int]] = {}  # parameters by unit, in the order in which they were given
+    for number, place in enumerate(places):
+        units.setdefault(-1 if place is None else id(place.unit), []).append(number)
+    for key, members in units.items():
+        if key == -1:
+            for number in members:
+                _enter(spreads, params[number], None, number)
+            continue
+        ordered = sorted([(place.position, number, place) for number in members if (place := places[number])])
+        if not _enter_whole(spreads, params, ordered):
+            for _, number, place in ordered:
+                _enter(spreads, params[number], place, number)
     for spread in spreads.values():
         _close(spread)
         spread.ranges = [grad for grad in spread.ranges if grad.numel()]
     return list(spreads.values())
 
 
+def _enter(spreads: dict[Groups, Spread], param: Tensor, place: Place | None, number: int) -> None:
+    groups = _groups_of(param)
+    spread = spreads.get(groups) or spreads.setdefault(groups, Spread(groups))
+    spread.members.append(number)
+    if place is not None and _is_flat(param, place):
+        _extend(spread, place)
+    else:
+        _close(spread)
+        assert param.grad is not None
+        spread.ranges.append(local_of(param.grad.detach()))
+
+
+def _enter_whole(
+    spreads: dict[Groups, Spread], params: Sequence[Tensor], ordered: Sequence[tuple[int, int, Place]]
+) -> bool:
+    """Enter all parameters of a unit at once, if all are here, flat, and spread alike: the usual case, no loop."""
+    unit = ordered[0][2].unit
+    members = [number for _, number, _ in ordered]
+    if len(members) != len(unit.params) or len(unit.grad_views) != len(members):
+        return False
+    if not all(map(is_, map(_grad, unit.params), unit.grad_views)):
+        return False
+    if type(unit.params[0]) is not Shard or len(set(map(_reach, unit.params))) != 1:
+        return False
+    groups = _groups_of(unit.params[0])
+    spread = spreads.get(groups) or spreads.setdefault(groups, Spread(groups))
+    _close(spread)
+    spread.members += members
+    at = 0
+    for grad, segment in zip(unit.grads, unit.layout.segments, strict=True):
+        first, last = ordered[at][2], ordered[at + len(segment.params) - 1][2]
+        spread.ranges.append(grad[first.start : last.stop])
+        at += len(segment.params)
+    return True
+
+
 def _groups_of(param: Tensor) -> Groups:
     if isinstance(param, Shard):
         return param.spec.groups
-    part = getattr(param, "lamina_part", None)  # one part of a larger tensor
-    return () if part is None else tuple(part.groups)
+    part = PARTS.get(param) if PARTS else None  # one part of a larger tensor
+    return () if part is None else (part[0],)
 
 
 def _is_flat(param: Tensor, place: Place) -> bool:
@@ -168,9 +210,7 @@ def _by_device(lists: Iterable[Sequence[Tensor]]) -> dict[tuple[torch.device, to
 
 
 def _total(params: Sequence[Tensor], spreads: Sequence[Spread], order: float) -> Tensor:
-    first = params[0].grad
-    assert first is not None
-    device, dtype = first.device, _result_dtype(params)
+    device, dtype = params[0].device, _result_dtype(params)
     if order > 0 and not math.isinf(order):
         sums = torch.stack([_power_sum(spread.ranges, order, device) for spread in spreads])
         return _reduced(sums, spreads, dist.ReduceOp.SUM).sum().pow_(1.0 / order).to(dtype)
@@ -180,22 +220,24 @@ def _total(params: Sequence[Tensor], spreads: Sequence[Spread], order: float) ->
 
 
 def _result_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    dtypes = {param.grad.dtype for param in params if param.grad is not None}
+    dtypes = set(map(_grad_dtype, params))
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
 def _power_sum(ranges: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """The sum of |x|^order over what lies here. 0-dim, float64."""
     norms = []
-    for (_, dtype), same in _by_device([ranges]).items():
-        pieces = [piece for grad in same for piece in _pieces(grad)]
+    for (where, dtype), same in _by_device([ranges]).items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        pieces = same
+        if where.type == "cpu" and not dtype.is_complex:
+            wide, pieces = torch.float64, [piece for grad in same for piece in _pieces(grad)]
         norms.append(torch.stack(torch._foreach_norm(pieces, order, wide)).to(device, torch.float64))
     return torch.cat(norms).pow_(order).sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _pieces(grad: Tensor) -> Sequence[Tensor]:
-    return (grad,) if grad.numel() <= PIECE_NUMEL or grad.dim() != 1 else grad.split(PIECE_NUMEL)
+    return (grad,) if grad.numel() <= HOST_PIECE_NUMEL or grad.dim() != 1 else grad.split(HOST_PIECE_NUMEL)
 
 
 def _largest(spreads: Sequence[Spread], device: torch.device) -> Tensor:

@@ -36,7 +36,8 @@ class Home:
     """State of parameters of one group that are neighbours in one segment of a unit, or of one parameter outside."""
 
     moments: dict[str, Tensor]  # each (stop - start,); of a plain parameter outside any unit: its own shape
-    steps: Tensor  # (len(params),) float32; made with the moments, when the first gradient is there
+    steps: Tensor  # (len(params),) float32, a piece of `all_steps`
+    all_steps: Tensor  # 1D, of all homes that were made together
 
     def __init__(
         self, params: Sequence[Tensor], places: Sequence[Place | None], group: int, keys: Sequence[str]
@@ -46,6 +47,7 @@ class Home:
         self.unit: Unit | None = self.places[0].unit if self.places else None
         self.history = [NEVER] * len(self.params)
         self.moments = {}
+        self.steps_at = 0  # where `steps` begins in `all_steps`
         self.views: list[dict[str, Tensor]] = []  # what `state[p]` holds, by parameter
         self._histories = 0
         self._all_flat = [FLAT] * len(self.params)
@@ -78,7 +80,6 @@ class Home:
             self.moments = {key: master.new_zeros(self.stop - self.start) for key in self.keys}
         else:
             self.moments = {key: torch.zeros_like(local_of(first).detach()) for key in self.keys}
-        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=first.device)
         self.views = [
             {"step": self.steps[i], **{key: self._view(i, moment) for key, moment in self.moments.items()}}
             for i in range(len(self.params))
@@ -201,3 +202,33 @@ class Home:
             else:
                 runs.append((i, i + 1))
         return runs
+
+
+def make_steps(homes: Sequence[Home]) -> None:
+    """Give new homes their step counts: one buffer a device, so that a step adds to it once."""
+    by_device: dict[torch.device, list[Home]] = {}
+    for home in homes:
+        by_device.setdefault(home.params[0].device, []).append(home)
+    for device, members in by_device.items():
+        buffer = torch.zeros(sum(len(home.params) for home in members), dtype=torch.float32, device=device)
+        at = 0
+        for home in members:
+            home.steps, home.steps_at, home.all_steps = buffer[at : at + len(home.params)], at, buffer
+            at += len(home.params)
+
+
+def stepping(homes: Sequence[Home], kinds: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+    """The step counts of all parameters that take part, as few pieces of the buffers, by device."""
+    pieces: list[tuple[Tensor, int, int]] = []
+    for home, here in zip(homes, kinds, strict=True):
+        for i, kind in enumerate(here, start=home.steps_at):
+            if kind == ABSENT:
+                continue
+            if pieces and pieces[-1][0] is home.all_steps and pieces[-1][2] == i:
+                pieces[-1] = (home.all_steps, pieces[-1][1], i + 1)
+            else:
+                pieces.append((home.all_steps, i, i + 1))
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for buffer, first, end in pieces:
+        by_device.setdefault(buffer.device, []).append(buffer[first:end])
+    return list(by_device.values())

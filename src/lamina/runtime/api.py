@@ -28,7 +28,7 @@ from lamina.runtime.assemble import (
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import materialise_buffers
-from lamina.runtime.precision import Precision, is_kept, resolve_precision, wrap_kept_module
+from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.unit import Unit
 from lamina.runtime.units import plan_units
@@ -186,7 +186,7 @@ def _wrap_forwards(
         for prefix, module in model.named_modules():
             names = [f"{prefix}.{n}" if prefix else n for n in module._parameters if module._parameters[n] is not None]
             if names and all(is_kept(name, precision) for name in names):
-                wrap_kept_module(module, precision.master)
+                wrap_kept_module(module, wide_dtype(module, precision))
     modules = dict(model.named_modules())
     blocks = [modules[name] for unit in units if unit.plan.is_block for name in unit.plan.modules]
     if compile:

@@ -64,6 +64,9 @@ class Gatherer:
         self._routes: dict[Slot, Route] = {}
         self._publishing: dict[Unit, Route] = {}
 
+    def publish(self, units: Sequence[Unit]) -> None:
+        """Before the first gather after a change; where gathers are collectives there is nothing to do."""
+
     def start(self, unit: Unit, slot: Slot) -> None:
         """Issue the gather of a unit into an EMPTY slot (or over the same weights: they come out equal)."""
         self.finish(slot)

@@ -99,6 +99,15 @@ def _cast_object(value: Any, dtype: torch.dtype) -> Any:
     return value if all(a is b for a, b in zip(cast, leaves, strict=True)) else pytree.tree_unflatten(cast, spec)
 
 
+def wide_dtype(module: nn.Module, precision: Precision) -> torch.dtype:
+    """The dtype in which a module whose parameters are all kept computes."""
+    wide = precision.master
+    for param in module.parameters(recurse=False):
+        if param.dtype.is_floating_point:
+            wide = torch.promote_types(wide, param.dtype)
+    return wide
+
+
 def wrap_kept_module(module: nn.Module, wide: torch.dtype) -> None:
     """A module whose parameters all stay wide computes wide: inputs are cast, outputs cast back to what came in."""
     inner: Callable[..., Any] = module.forward

@@ -27,13 +27,13 @@ def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[No
         defer: keep whole float32 sums on this rank (4 bytes a parameter) and reduce once, at the last micro-batch;
             otherwise every micro-batch is reduced into the gradient shards as far as the strategy splits gradients.
     """
-    engine = runtime_of(model).engine
-    before = engine.last_micro_batch, engine.defer, engine.accumulating
-    engine.last_micro_batch, engine.defer, engine.accumulating = bool(last), bool(defer), True
+    gradients = runtime_of(model).engine.gradients
+    before = gradients.last_micro_batch, gradients.defer, gradients.accumulating
+    gradients.last_micro_batch, gradients.defer, gradients.accumulating = bool(last), bool(defer), True
     try:
         yield
     finally:
-        engine.last_micro_batch, engine.defer, engine.accumulating = before
+        gradients.last_micro_batch, gradients.defer, gradients.accumulating = before
 
 
 @contextlib.contextmanager
@@ -109,15 +109,15 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
     runtime = _recent()
     count = torch.as_tensor(token_count, device=loss_sum.device).detach()
     shown = loss_sum.detach() / count.clamp(min=1)
-    engine = None if runtime is None else runtime.engine
-    if engine is not None and not engine.contributes:
+    gradients = None if runtime is None else runtime.engine.gradients
+    if gradients is not None and not gradients.contributes:
         count = torch.zeros_like(count)
-    if total is None and engine is not None and engine.accumulating:
-        engine.add_tokens(count)
+    if total is None and gradients is not None and gradients.accumulating:
+        gradients.add_tokens(count)
         weight: Tensor | float = 1.0
     else:
         everything = _sum_over_ranks(runtime, count) if total is None else torch.as_tensor(total, device=loss_sum.device)
-        weight = (1 if engine is None else engine.active_ranks) / everything.to(loss_sum.dtype).clamp(min=1)
+        weight = (1 if gradients is None else gradients.active_ranks) / everything.to(loss_sum.dtype).clamp(min=1)
     weighted = loss_sum * weight
     return weighted - weighted.detach() + shown.to(weighted.dtype)
 
@@ -161,11 +161,11 @@ def even(loader: Iterable[Batch]) -> Iterator[Batch]:
                 return
             started, batch = True, item if has else batch
             for each in runtimes:
-                each.engine.contributes, each.engine.active_ranks = has, sum(flags)
+                each.engine.gradients.set_share(has, sum(flags))
             yield batch  # type: ignore[misc]
     finally:
         for each in runtimes:
-            each.engine.contributes, each.engine.active_ranks = True, each.mesh.world
+            each.engine.gradients.set_share(True, each.mesh.world)
 
 
 _OVER = object()

@@ -78,10 +78,21 @@ class Unit:
         self.published: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.grad_views: list[Tensor] = []  # what p.grad is, in layout order; empty where frozen
+        self.had = [False] * len(self.params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(self.params)  # the gradient buffer holds this parameter's accumulated gradient
         self.touched = [False] * len(self.params)  # this rank contributed in the current backward
         self.fresh = False  # plain units: p.grad holds this backward's gradients only
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every place in which its weights may lie."""
+        return self.overflow if self.slot is None else [self.slot, *self.overflow]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its weights are here, or on their way."""
+        return self.plain or any(slot.has_weights for slot in self.slots)
 
     # ---- masters -----------------------------------------------------------------------------------------------
 
@@ -141,6 +152,13 @@ class Unit:
                     self._follow_requires_grad(position, full, param)
         for module in self.recurrent:
             module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+
+    def shut_window(self) -> None:
+        """One use less; with the last, the modules see the persistent parameters again."""
+        if self.windows > 0:
+            self.windows -= 1
+            if self.windows == 0 and not self.plain:
+                self.swap_out()
 
     def check_entry(self, entry: Entry) -> None:
         """The module still holds the parameter that was sharded."""
@@ -241,7 +259,7 @@ class Unit:
         count = sys.getrefcount
         for i, view in enumerate(self.grad_views):
             grad = self.params[i].grad
-            self.valid[i] = grad is not None
+            self.valid[i] = self.had[i] = grad is not None
             if grad is None:
                 # a gradient that only we know is referenced by the list, by `view` and by getrefcount's argument
                 if count(view) > 3 or (type(view) is Shard and count(view.local) > 2):

@@ -1,0 +1,167 @@
+"""From this rank's gradients to `p.grad`: collecting, reducing, and settling at the end of a backward.
+
+Note [None or zero]
+    `p.grad` is None where no rank used the parameter, and there on every rank where any did. A rank that has a gradient
+    for everything knows the answer; only one that lacks some waits for the other ranks' flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.core.control import Control, Flags
+from lamina.core.lanes import Lanes
+from lamina.core.slots import Slot, SlotState
+from lamina.runtime.phase import Phase
+from lamina.runtime.reducing import Reducer, Staging
+from lamina.runtime.residency import Residency
+from lamina.runtime.unit import Unit
+
+
+class Gradients:
+    """Gradients of all units on this rank."""
+
+    def __init__(
+        self, units: Sequence[Unit], control: Control, lanes: Lanes, reducer: Reducer, residency: Residency
+    ) -> None:
+        self.units, self.control, self.lanes = list(units), control, lanes
+        self.reducer, self.residency = reducer, residency
+        self.flags = Flags(control)
+        self.last_micro_batch = True
+        self.defer = False
+        self.accumulating = False
+        self.contributes = True  # False: this rank has run out of data and reduces zeros
+        self.active_ranks = control.world  # over which gradients are averaged
+        self._tokens: Tensor | None = None  # counted in this step's micro-batches, to be divided by at its end
+
+    def set_share(self, contributes: bool, active_ranks: int) -> None:
+        """Whether this rank has data, and how many ranks have."""
+        self.contributes, self.active_ranks = contributes, active_ranks
+
+    def begin(self) -> None:
+        """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
+        for unit in self.units:
+            if unit.plain:
+                unit.fresh = True
+                unit.note_existing_gradients()
+                for param in unit.params:
+                    param.grad = None
+
+    def of(self, unit: Unit) -> list[Tensor | None]:
+        """This rank's gradients, by parameter, summed over the slots that the unit was used in."""
+        if unit.slot is None:
+            return [param.grad for param in unit.params]
+        gradients: list[Tensor | None] = [full.grad for full in unit.slot.fulls]
+        for slot in unit.overflow:
+            for i, full in enumerate(slot.fulls):
+                if full.grad is not None:
+                    before = gradients[i]
+                    gradients[i] = full.grad if before is None else before + full.grad
+        return gradients
+
+    def any_of(self, unit: Unit) -> bool:
+        return any(gradient is not None for gradient in self.of(unit))
+
+    def all_of(self, unit: Unit) -> bool:
+        """Autograd gives a leaf its gradient once a graph task: when all are there, no use of the unit is still to come."""
+        wanted = unit.wanted
+        return any(wanted) and all(g is not None for g, w in zip(self.of(unit), wanted, strict=True) if w)
+
+    def drop(self, unit: Unit) -> None:
+        """Forget this rank's gradients."""
+        for holder in [unit.params] if unit.slot is None else [slot.fulls for slot in unit.slots]:
+            for full in holder:
+                full.grad = None
+
+    def reduce(self, phase: Phase, unit: Unit, contribute: bool) -> None:
+        """Take part in the reduction of a unit: with its gradients, or with zeros."""
+        phase.ready.discard(unit.index)
+        self.reducer.finish()
+        if unit.index not in phase.reduced:
+            phase.reduced.add(unit.index)
+            if not unit.plain:
+                unit.note_existing_gradients()
+        gradients = self.of(unit) if contribute and self.contributes else [None] * len(unit.params)
+        slot = self.residency.free_home(unit)
+        place = self.reducer.stage(unit) if slot is None else slot
+        with torch.no_grad():
+            self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
+        if contribute:
+            self.drop(unit)
+        if slot is not None:
+            slot.to(SlotState.GRADS)
+        self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.active_ranks)
+
+    def _collect(self, unit: Unit, gradients: Sequence[Tensor | None], place: Slot | Staging, clean: bool) -> None:
+        """Lay gradients into their places; zeros where this rank has none, and between them.
+
+        `clean`: weights lie there, so what is between parameters is zero already.
+        """
+        if not clean:
+            for segment, target in zip(unit.layout.segments, place.segments, strict=True):
+                if segment.trainable:
+                    target.zero_()
+        views, values = [], []
+        for i, (spec, view, gradient) in enumerate(zip(unit.layout.params, place.views, gradients, strict=True)):
+            if gradient is not None:
+                views.append(view)
+                values.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+                unit.touched[i] = True
+            elif clean and spec.trainable:
+                view.zero_()
+        if views:
+            torch._foreach_copy_(views, values)
+
+    # ---- the end of a backward ---------------------------------------------------------------------------------
+
+    def settle(self, reduced: Sequence[int]) -> None:
+        """Finish reductions and give the user gradients."""
+        self.reducer.finish()
+        self.lanes.compute.wait(self.lanes.reduce.mark())
+        complete = [index for index in reduced if index not in self.reducer.partials]
+        if self.last_micro_batch and self._tokens is not None:
+            self._divide_by_tokens(complete)
+        used = self._used_anywhere(complete)
+        for index in complete:
+            unit = self.units[index]
+            unit.bind_gradients([a or b for a, b in zip(used[index], unit.had, strict=True)])
+            unit.touched = [False] * len(unit.params)
+        for unit in self.units:
+            if unit.plain and unit.fresh:
+                unit.fresh = False
+                if unit.index not in complete:
+                    unit.bind_gradients(unit.had)
+
+    def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
+        """By unit and parameter: has any rank a gradient? See Note [None or zero]."""
+        here = {index: self.units[index].touched for index in complete}
+        if self.control.world == 1 or not complete:
+            return here
+        flat = [flag for index in complete for flag in here[index]]
+        expected = [spec.trainable for index in complete for spec in self.units[index].layout.params]
+        everyone = self.flags.start(flat)
+        if all(flag or not wanted for flag, wanted in zip(flat, expected, strict=True)):
+            return here
+        anywhere = iter(everyone())
+        return {index: [next(anywhere) for _ in flags] for index, flags in here.items()}
+
+    # ---- means over tokens -------------------------------------------------------------------------------------
+
+    def add_tokens(self, count: Tensor) -> None:
+        """Tokens of one micro-batch, by which the last one will divide."""
+        self._tokens = count.clone() if self._tokens is None else self._tokens + count
+
+    def _divide_by_tokens(self, complete: Sequence[int]) -> None:
+        tokens, self._tokens = self._tokens, None
+        assert tokens is not None
+        everyone = next((unit.mesh.everyone for unit in self.units), None)
+        if everyone is not None:
+            torch.distributed.all_reduce(tokens, group=everyone)
+        factor = self.active_ranks / tokens.to(torch.float64).clamp(min=1)
+        with torch.no_grad():
+            for index in complete:
+                for grad in self.units[index].grads:
+                    grad.mul_(factor.to(grad.real.dtype))

@@ -1,0 +1,88 @@
+"""Agreement step by step, where there is no program yet or a rank's path has left it.
+
+Ranks ask for different things where their paths differ. One request is served at a time, the same one on all ranks:
+reductions first, then the unit that comes first (in a backward: last); the end of the phase when all have come to it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from lamina.core.control import Control
+from lamina.core.program import Op, Step
+from lamina.errors import Disagreement
+from lamina.runtime.phase import Key, Kind, Phase
+
+OPS = tuple(Op)
+END = len(OPS)
+MASK_BITS = 62
+FIRST_MASK = 5  # column
+
+Serve = Callable[[Step, bool, bool], None]  # step, whether any rank needs the gather, whether it was this rank's request
+
+
+class Lockstep:
+    """Requests and answers over the control group."""
+
+    def __init__(self, control: Control, unit_names: Sequence[str]) -> None:
+        self.control, self.unit_names = control, list(unit_names)
+        self.rounds = 0
+
+    def agree(self, phase: Phase, step: Step, need: Callable[[], bool], serve: Serve) -> None:
+        """Serve all ranks' requests in the agreed order until this rank's own step has been."""
+        while True:
+            rows = self._exchange(phase, OPS.index(step.op), step.unit, need(), frozenset())
+            chosen = self._choose(phase, rows)
+            mine = chosen == step
+            assert chosen is not None
+            asking = [row for row in rows if (row[2], row[3]) == (OPS.index(chosen.op), chosen.unit)]
+            serve(chosen, any(row[4] for row in asking), mine)
+            if mine:
+                return
+
+    def end(self, phase: Phase, resident: Callable[[], frozenset[int]], serve: Serve) -> frozenset[int]:
+        """Serve what others still ask for until all have come to the end; units that are resident on every rank."""
+        while True:
+            rows = self._exchange(phase, END, 0, False, resident())
+            chosen = self._choose(phase, rows)
+            if chosen is None:
+                return frozenset(
+                    unit
+                    for unit in range(len(self.unit_names))
+                    if all(row[FIRST_MASK + unit // MASK_BITS] >> (unit % MASK_BITS) & 1 for row in rows)
+                )
+            asking = [row for row in rows if (row[2], row[3]) == (OPS.index(chosen.op), chosen.unit)]
+            serve(chosen, any(row[4] for row in asking), False)
+
+    def _exchange(self, phase: Phase, op: int, unit: int, need: bool, resident: frozenset[int]) -> list[list[int]]:
+        self.rounds += 1
+        self.control.position.verb = "agrees on"
+        self.control.position.unit = "the end" if op == END else f"{OPS[op].name.lower()} of {self.unit_names[unit]}"
+        masks = [
+            sum(1 << (i - base) for i in resident if base <= i < base + MASK_BITS)
+            for base in range(0, len(self.unit_names), MASK_BITS)
+        ]
+        rows = self.control.exchange([phase.number, key_hash(phase.key), op, unit, int(need), *masks])
+        if len({tuple(row[:2]) for row in rows}) > 1:
+            self._disagree()
+        return rows
+
+    def _choose(self, phase: Phase, rows: list[list[int]]) -> Step | None:
+        wanted = [Step(OPS[row[2]], row[3]) for row in rows if row[2] != END]
+        reduces = [step for step in wanted if step.op is Op.REDUCE]
+        sign = -1 if phase.key.kind is Kind.BACKWARD else 1
+        return min(reduces or wanted, key=lambda s: (sign * s.unit, OPS.index(s.op)), default=None)
+
+    def _disagree(self) -> None:
+        words = self.control.exchange_text(self.control.position.words)
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words))
+        raise Disagreement(
+            f"ranks are at different places: {said}. Forward, backward and step must follow in the same order on every "
+            "rank, with gradients recorded on all ranks or on none"
+        )
+
+
+def key_hash(key: Key) -> int:
+    """A number that is equal on ranks at the same place."""
+    return zlib.crc32(f"{key.kind.value} {key.grad} {key.entry} {sorted(key.resident)}".encode())

@@ -1,0 +1,163 @@
+"""Which units are gathered, and where: homes, overflow slots, eviction.
+
+Note [Room]
+    1. A gather goes into the unit's home. Units that share its bytes and are not in use lose theirs.
+    2. If one of them is in use, the gather goes into an overflow slot, which is counted.
+    3. Saved tensors keep addresses: a backward reads the slot that its forward read, filled by a local copy if the
+       weights arrived elsewhere.
+    4. In a backward, overflow slots live until its end: recomputed tensors may point into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lamina.core.lanes import Lanes
+from lamina.core.slots import Slot, SlotState
+from lamina.errors import StateError
+from lamina.runtime.gathering import Gatherer
+from lamina.runtime.reducing import Reducer
+from lamina.runtime.unit import Unit
+
+
+class Residency:
+    """The slots of all units on this rank."""
+
+    def __init__(self, units: Sequence[Unit], gatherer: Gatherer, reducer: Reducer, lanes: Lanes) -> None:
+        self.units, self.gatherer, self.reducer, self.lanes = list(units), gatherer, reducer, lanes
+
+    def here(self) -> frozenset[int]:
+        """Units whose home holds weights."""
+        return frozenset(u.index for u in self.units if u.slot is not None and u.slot.has_weights)
+
+    def conflicts(self, index: int) -> list[int]:
+        """Units that share bytes with a unit."""
+        slot = self.units[index].slot
+        return [] if slot is None else [u.index for u in self.units if u.slot is not None and u.slot in slot.shares]
+
+    def gather(self, unit: Unit) -> None:
+        """Take part in the gather of a unit, into its home if that is free, else into an overflow slot."""
+        slot = unit.slot
+        if slot is None:
+            return
+        self._finish_sharing_reduction(slot)
+        if self._is_blocked(slot):
+            slot = self._overflow_slot(unit)
+        else:
+            self._evict_sharing(slot)
+        self.gatherer.start(unit, slot)
+
+    def would_wait(self, slot: Slot | None) -> bool:
+        """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
+        if slot is None or (slot.pins and slot.state is SlotState.WEIGHTS):
+            return False  # the same weights, in use
+        return any(other.pins for other in slot.shares)
+
+    def weights_in(self, unit: Unit, wanted: Slot | None) -> Slot:
+        """The slot that a use reads, its weights there: the wanted one if one is given, else any. Note [Room] 3."""
+        holder = next((slot for slot in unit.slots if slot.has_weights), None)
+        assert holder is not None, f"{unit.name} was not gathered"
+        slot = holder if wanted is None else wanted
+        if not slot.has_weights:
+            self._copy(unit, holder, slot)
+        self.gatherer.finish(slot)
+        return slot
+
+    def release(self, unit: Unit, slot: Slot | None, hold_overflow: bool) -> None:
+        """A use no longer reads a slot."""
+        if slot is None or slot.pins == 0:
+            return
+        slot.pins -= 1
+        if slot.pins == 0:
+            slot.freed = self.lanes.compute.mark()
+            if not slot.home and not unit.kept and not hold_overflow:
+                slot.to(SlotState.EMPTY)
+                slot.drop_memory()
+
+    def empty(self, unit: Unit) -> None:
+        """Forget a unit's weights where no use reads them."""
+        for slot in unit.slots:
+            self.gatherer.finish(slot)
+            if slot.state is SlotState.WEIGHTS and slot.pins == 0:
+                slot.to(SlotState.EMPTY)
+                slot.drop_memory()
+
+    def free_home(self, unit: Unit) -> Slot | None:
+        """The unit's own slot, if its weights are dead and its bytes are nobody else's: gradients may lie there."""
+        slot = unit.slot
+        if slot is None or not unit.sharded or slot.pins or unit.kept or self.reducer.wire is not None:
+            return None
+        self.gatherer.finish(slot)
+        if slot.state is SlotState.WEIGHTS:
+            return slot
+        if any(other.pins or other.state is not SlotState.EMPTY for other in slot.shares):
+            return None
+        return slot
+
+    def clear(self) -> None:
+        """After an error that the user caught: nothing is open, gathered or half reduced any more."""
+        self.reducer.pending = None
+        for unit in self.units:
+            if unit.windows:
+                unit.swap_out()
+                unit.windows = 0
+            for slot in unit.slots:
+                slot.pins = 0
+                for full in slot.fulls:
+                    full.grad = None
+                self.gatherer.finish(slot)
+                if slot.state is not SlotState.EMPTY:
+                    slot.to(SlotState.EMPTY)
+
+    # ---- making room -------------------------------------------------------------------------------------------
+
+    def _is_blocked(self, slot: Slot) -> bool:
+        if slot.state is SlotState.GRADS:
+            return True
+        return any(other.pins or other.state is SlotState.GRADS for other in slot.shares)
+
+    def _finish_sharing_reduction(self, slot: Slot) -> None:
+        """Note [Reduction] 5: at a moment that the program fixes."""
+        pending = self.reducer.pending
+        if pending is not None and (pending.slot is slot or pending.slot in slot.shares):
+            self.reducer.finish()
+
+    def _evict_sharing(self, slot: Slot) -> None:
+        for other in slot.shares:
+            self.gatherer.finish(other)
+            if other.state is SlotState.WEIGHTS:
+                other.to(SlotState.EMPTY)
+            self.lanes.gather.wait(other.freed)
+
+    def _copy(self, unit: Unit, source: Slot, target: Slot) -> None:
+        self.gatherer.finish(source)
+        if target.home:
+            if self._is_blocked(target):
+                self.reducer.finish()
+            if self._is_blocked(target):
+                raise StateError(
+                    f"`{unit.name}`: its backward needs the memory in which its forward ran, and another unit that shares "
+                    "it is in use. Type slots= with a larger number in lamina.shard()"
+                )
+            self._evict_sharing(target)
+            self.lanes.compute.wait(target.freed)
+            for other in target.shares:
+                self.lanes.compute.wait(other.freed)
+        target.take_memory()
+        target.to(SlotState.GATHERING)
+        with torch.no_grad():
+            target.buffer.copy_(source.buffer)
+        target.to(SlotState.WEIGHTS)
+
+    def _overflow_slot(self, unit: Unit) -> Slot:
+        unit.overflows += 1
+        slot = next((s for s in unit.overflow if s.state is SlotState.EMPTY and s.pins == 0), None)
+        if slot is None:
+            with torch.inference_mode(False):
+                buffer = torch.empty(unit.layout.buffer_bytes, dtype=torch.uint8, device=unit.mesh.device)
+                slot = Slot(unit.layout, buffer, home=False)
+            unit.overflow.append(slot)
+        slot.freed = self.lanes.compute.mark()
+        return slot

@@ -1,0 +1,477 @@
+"""The `peer` transport on the CPU: right weights, one-sided in fact, and an end to every wait."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import gc
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lamina
+from harness import RankFailure, expect_error, run_ranks
+from lamina.core.slots import SlotState
+from lamina.runtime.assemble import RUNTIMES
+from lamina.runtime.phase import Key, Kind
+from lamina.runtime.publishing import PeerGatherer, open_peers
+from lamina.transport import shared_memory
+from lamina.transport.peer import Counter, check_epochs
+from parity.models import UNITS, build, language_batch
+from parity.reference import TOLERANCE, Recipe, gradient_deviation, one_process, sharded
+
+TRIPLES = {
+    2: [(2, 2, 2)],
+    3: [(3, 3, 3)],
+    4: [(2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)],
+}
+
+
+def shard_by_peer(model: nn.Module, strategy: Any = "zero3", **choices: Any) -> nn.Module:
+    """A model whose gathers go through shared memory, joined by hand: published where a forward or a `keep` begins."""
+    lamina.shard(model, strategy, units=UNITS, transport="c10d", **choices)
+    runtime = RUNTIMES[model]
+    engine, units = runtime.engine, runtime.units
+    peers = open_peers(runtime.control, runtime.mesh, [u.layout for u in units], [u.mesh for u in units])
+    gatherer = PeerGatherer(peers, units, engine.gatherer.transport, runtime.control, engine.lanes)
+    opened = engine._open
+
+    def open_and_publish(key: Key, owner: Any) -> None:
+        opened(key, owner)
+        if key.kind is Kind.FORWARD or (key.kind is Kind.KEEP and not key.grad):
+            for unit in units if key.kind is Kind.KEEP else ():
+                if unit.sharded and unit.dirty.value and not unit.kept:
+                    engine._empty(unit)
+            gatherer.publish(units)
+
+    engine.gatherer = gatherer
+    engine._open = open_and_publish  # type: ignore[method-assign]
+    return model
+
+
+def gatherer_of(model: nn.Module) -> PeerGatherer:
+    gatherer = RUNTIMES[model].engine.gatherer
+    assert isinstance(gatherer, PeerGatherer)
+    return gatherer
+
+
+def tokens() -> Tensor:
+    return language_batch(7, 2)[:, :-1]
+
+
+def hold(model: nn.Module, block: int, act: Any) -> Any:
+    """Call `act` once, inside the next forward, before a block's own computation."""
+    handle: Any = None
+
+    def hook(module: nn.Module, args: Any) -> None:
+        handle.remove()
+        act()
+
+    handle = model.blocks[block].up.register_forward_pre_hook(hook)  # type: ignore[union-attr, index]
+    return handle
+
+
+def say(word: str) -> None:
+    dist.distributed_c10d._get_default_store().set(f"{word} {dist.get_rank()}", "said")
+
+
+def await_word(word: str, ranks: list[int]) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    names = [f"{word} {rank}" for rank in ranks]
+    store.wait(names, datetime.timedelta(seconds=15))
+    dist.barrier()
+    for name in names if dist.get_rank() == 0 else ():
+        store.delete_key(name)
+
+
+# ---- right weights -------------------------------------------------------------------------------------------------
+
+
+def gather_every_unit(triple: tuple[int, int, int], precision: str | None) -> list[tuple[str, bool, int, int]]:
+    model = shard_by_peer(build(), lamina.Strategy(*triple), precision=precision, slots=9)
+    reference = dict(build().named_parameters())
+    gatherer, found = gatherer_of(model), []
+    units = RUNTIMES[model].units
+    gatherer.publish(units)
+    for unit in units:
+        assert unit.slot is not None
+        before = gatherer.bytes_moved
+        gatherer.start(unit, unit.slot)
+        assert unit.slot.state is SlotState.GATHERING
+        gatherer.finish(unit.slot)
+        assert unit.slot.state is SlotState.WEIGHTS
+        pairs = zip(unit.layout.params, unit.slot.fulls, strict=True)
+        equal = all(torch.equal(full, reference[spec.name].detach().to(spec.compute)) for spec, full in pairs)
+        found.append((unit.name, equal, gatherer.bytes_moved - before, unit.layout.buffer_bytes))
+    check_epochs(gatherer.peers)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("world", sorted(TRIPLES))
+def test_slots_hold_the_weights_bit_for_bit(world: int, precision: str | None) -> None:
+    for triple in TRIPLES[world]:
+        for found in run_ranks(world, gather_every_unit, triple, precision):
+            assert len(found) == 6
+            for name, equal, moved_bytes, buffer_bytes in found:
+                assert equal, (triple, name)
+                assert buffer_bytes - 256 < moved_bytes <= buffer_bytes, (triple, name)
+
+
+def train_both_ways(triple: tuple[int, int, int], slots: int) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+    """Three AdamW steps in bf16 through each transport: the ranges of the masters, and bytes gathered."""
+    ends, moved = [], []
+    for make in (shard_by_peer, lambda *a, **k: lamina.shard(*a, units=UNITS, **k)):
+        model = make(build().float(), lamina.Strategy(*triple), precision="bf16", slots=slots)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            nn.functional.cross_entropy(model(tokens()).flatten(0, 1).float(), tokens().flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.local.clone() for p in model.parameters()])
+        report = lamina.report(model)
+        moved.append((report.bytes_gathered, report.gathers))
+    return all(map(torch.equal, *ends)), moved[0], moved[1]
+
+
+@pytest.mark.parametrize(("triple", "slots"), [((2, 2, 2), 1), ((2, 2, 4), 3), ((4, 4, 4), 2)])
+def test_training_is_bitwise_what_c10d_gives(triple: tuple[int, int, int], slots: int) -> None:
+    for equal, by_peer, by_c10d in run_ranks(triple[2], train_both_ways, triple, slots):
+        assert equal
+        assert by_peer == by_c10d
+
+
+def parity_rows() -> list[tuple[str, float]]:
+    world, found = dist.get_world_size(), []
+    for number, triple in enumerate(TRIPLES[world]):
+        for recompute in ("none", "full"):
+            recipe = Recipe(accumulation="each" if recompute == "full" else "none")
+            lamina.debug(recompute == "full")
+            slots = 1 + number % 3
+            model = shard_by_peer(build(), lamina.Strategy(*triple), recompute=recompute, slots=slots)
+            lamina.debug(False)
+            worst = sharded(model, one_process(build(), world, recipe), recipe)
+            found.append((f"{triple} {recompute} {slots}", worst))
+    return found
+
+
+@pytest.mark.parametrize("world", sorted(TRIPLES))
+def test_three_steps_equal_one_process(world: int) -> None:
+    for found in run_ranks(world, parity_rows):
+        assert all(worst <= TOLERANCE for _, worst in found), found
+
+
+def train_unsplit(strategy: str) -> tuple[float, str]:
+    recipe = Recipe()
+    model = shard_by_peer(build(), strategy)
+    return sharded(model, one_process(build(), 2, recipe), recipe), gatherer_of(model).name
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_parameters_that_are_not_split_go_through_c10d(strategy: str) -> None:
+    for worst, name in run_ranks(2, train_unsplit, strategy):
+        assert worst <= TOLERANCE and name == "c10d"
+
+
+# ---- publishing ----------------------------------------------------------------------------------------------------
+
+
+def change_on_one_rank(triple: tuple[int, int, int], rank: int) -> tuple[float, float, int]:
+    """One rank doubles its range of a matrix: the others see it at the next forward, unchanged themselves."""
+    model = shard_by_peer(build(), lamina.Strategy(*triple))
+    plain = build()
+    with torch.no_grad():
+        before = (model(tokens()) - plain(tokens())).abs().max().item()
+        param = model.blocks[1].up.weight
+        if dist.get_rank() == rank:
+            param.mul_(2)
+        bounds = param.spec.ranges[rank]  # group and world are the same ranks here
+        plain.blocks[1].up.weight.view(-1)[slice(*bounds)] *= 2
+        after = (model(tokens()) - plain(tokens())).abs().max().item()
+    return before, after, bounds[1] - bounds[0]
+
+
+@pytest.mark.parametrize("triple", [(2, 2, 2), (2, 2, 4), (2, 4, 4)])
+def test_a_change_on_one_rank_reaches_all(triple: tuple[int, int, int]) -> None:
+    for rank in range(triple[2]):
+        results = run_ranks(triple[2], change_on_one_rank, triple, rank)
+        for before, after, changed_numel in results:
+            assert before <= TOLERANCE and after <= TOLERANCE, (rank, changed_numel)
+
+
+def change_between_forward_and_backward() -> float:
+    """With one slot the backward gathers anew: it must read the weights of its forward."""
+    model, plain = shard_by_peer(build(), slots=1), build()
+    model(tokens()).square().sum().backward()
+    model.zero_grad()
+    loss = model(tokens()).square().sum()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    loss.backward()
+    plain(tokens()).square().sum().backward()
+    return gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_a_backward_reads_the_version_of_its_forward() -> None:
+    assert max(run_ranks(2, change_between_forward_and_backward)) <= TOLERANCE
+
+
+def keep_after_a_change() -> tuple[float, float]:
+    model, plain = shard_by_peer(build(), slots=9), build()
+    with torch.no_grad():
+        model(tokens())  # leaves weights in the slots
+        for p in [*model.parameters(), *plain.parameters()]:
+            p.mul_(0.5)
+        with lamina.keep(model):
+            kept = (model(tokens()) - plain(tokens())).abs().max().item()
+        return kept, (model(tokens()) - plain(tokens())).abs().max().item()
+
+
+def test_keep_publishes_too() -> None:
+    for kept, after in run_ranks(2, keep_after_a_change):
+        assert kept <= TOLERANCE and after <= TOLERANCE
+
+
+def overtake() -> float:
+    """Rank 1 has ended its forward and changed its weights while rank 0 still gathers: rank 0 reads the old ones."""
+    model, plain = shard_by_peer(build(), slots=1), build()
+    with torch.no_grad():
+        for _ in range(2):  # the second follows the program
+            model(tokens())
+        expected = plain(tokens())
+        if dist.get_rank() == 0:
+            store = dist.distributed_c10d._get_default_store()
+
+            def let_rank_1_come_to_its_publish() -> None:
+                store.wait(["changed 1"])
+                peers = gatherer_of(model).peers
+                assert peers is not None
+                epoch = gatherer_of(model).epoch
+                while peers.others[1].counters[Counter.ARRIVED] <= epoch:
+                    time.sleep(1e-3)
+                time.sleep(0.05)  # time for a wrong publish() to go on and overwrite
+
+            hold(model, 0, let_rank_1_come_to_its_publish)
+        worst = (model(tokens()) - expected).abs().max().item()
+        for p in model.parameters():
+            p.mul_(2)
+        for p in plain.parameters():
+            p.mul_(2)
+        say("changed")
+        worst = max(worst, (model(tokens()) - plain(tokens())).abs().max().item())
+    await_word("changed", [0, 1])
+    return worst
+
+
+def test_a_version_stays_until_all_have_read_it() -> None:
+    assert max(run_ranks(2, overtake)) <= TOLERANCE
+
+
+# ---- one-sided -----------------------------------------------------------------------------------------------------
+
+
+def stay_inside(gradients: bool) -> tuple[float, list[str]]:
+    """Rank 0 stays inside its forward until all others have come out of theirs: with collectives nobody ever would."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model, seen = shard_by_peer(build(), slots=1), []
+    plain = build()
+    with torch.set_grad_enabled(gradients):
+        for _ in range(2):  # the second follows the program
+            model(tokens())
+        if rank == 0:
+            store = dist.distributed_c10d._get_default_store()
+            names = [f"out {other}" for other in range(1, world)]
+            hold(model, 0, lambda: (store.wait(names), seen.append("others are out")))
+        found = model(tokens())
+        say("out")
+        worst = (found - plain(tokens())).abs().max().item()
+    await_word("out", list(range(world)))
+    if gradients:
+        found.square().sum().backward()  # and the step goes on
+    return worst, seen
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathers_end_while_a_rank_stays_inside_its_forward(world: int, gradients: bool) -> None:
+    results = run_ranks(world, stay_inside, gradients, timeout=30)
+    assert results[0][1] == ["others are out"]
+    assert all(worst <= TOLERANCE for worst, _ in results)
+
+
+def sleep_inside(seconds: float) -> float:
+    """How long this rank's forward takes, in seconds, while rank 0 sleeps inside its own."""
+    model = shard_by_peer(build(), slots=1)
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens())
+        if dist.get_rank() == 0:
+            hold(model, 0, lambda: time.sleep(seconds))
+        dist.barrier()
+        started = time.monotonic()
+        model(tokens())
+        return time.monotonic() - started
+
+
+def test_one_rank_asleep_for_two_seconds_delays_nobody() -> None:
+    asleep, *others = run_ranks(3, sleep_inside, 2.0)
+    assert asleep >= 2.0
+    assert max(others) < 1.0, others
+
+
+# ---- every wait has an end -----------------------------------------------------------------------------------------
+
+
+def be_killed() -> None:
+    model = shard_by_peer(build())
+    with torch.no_grad():
+        model(tokens())
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.blocks[0].up.weight.mul_(2)
+        model(tokens())
+
+
+def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    started = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, be_killed, timeout=20)
+    errors = caught.value.errors
+    assert errors[0].type_name == "Disagreement" and "rank 1 ended or dropped the model" in errors[0].message
+    assert "forward" in errors[0].message and errors[1].type_name == "Died"
+    assert time.monotonic() - started < 10
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def drop_on_rank_1(has_changed: bool) -> str:
+    model = shard_by_peer(build())
+    with torch.no_grad():
+        model(tokens())
+        if dist.get_rank() == 1:
+            del model
+            gc.collect()
+            return ""
+        if has_changed:
+            model.blocks[0].up.weight.mul_(2)
+        with pytest.raises(lamina.LaminaError, match="rank 1 ended or dropped the model") as caught:
+            model(tokens())
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize("has_changed", [False, True], ids=["in the gather", "in publish"])
+def test_a_rank_that_dropped_its_model_is_not_waited_for(has_changed: bool) -> None:
+    assert run_ranks(2, drop_on_rank_1, has_changed) == ["Disagreement", ""]
+
+
+def one_forward_more_on_rank_0() -> None:
+    model = shard_by_peer(build())
+    for _ in range(2):  # the second follows the program: nothing is agreed any more
+        model(tokens()).sum().backward()
+        model.zero_grad()
+    loss = model(tokens()).sum()
+    if dist.get_rank() == 0:
+        loss = model(tokens()).sum()
+    loss.backward()
+
+
+def test_an_extra_forward_on_one_rank_is_a_named_error() -> None:
+    words = ["rank 0", "rank 1", "forward", "backward"]
+    expect_error(2, one_forward_more_on_rank_0, error="Disagreement", contains=words, timeout=20)
+
+
+def memfds() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += "memfd:lamina" in os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            pass  # the listing's own
+    return found
+
+
+def make_and_drop() -> tuple[int, int, int]:
+    gc.collect()
+    before = memfds()
+    model = shard_by_peer(build())
+    sharded(model, one_process(build(), 2, Recipe(steps=1)), Recipe(steps=1))
+    during = memfds()
+    dist.barrier()
+    del model
+    gc.collect()
+    return before, during, memfds()
+
+
+def test_a_dropped_model_frees_its_memory() -> None:
+    for before, during, after in run_ranks(2, make_and_drop):
+        assert before == after == 0 and during > 0
+
+
+# ---- where it cannot be --------------------------------------------------------------------------------------------
+
+
+def on_hosts(hosts: list[str], triple: tuple[int, int, int]) -> str:
+    real = shared_memory.host_id
+    shared_memory.host_id = lambda: hosts[dist.get_rank()]
+    try:
+        model = shard_by_peer(build(), lamina.Strategy(*triple))
+    finally:
+        shared_memory.host_id = real
+    return gatherer_of(model).name
+
+
+def test_ranks_of_two_hosts_are_refused() -> None:
+    words = ["one host", "rank 0 on", "rank 1 on", "transport='c10d'"]
+    expect_error(2, on_hosts, ["a", "b"], (2, 2, 2), error="TransportError", contains=words)
+
+
+def test_gather_groups_may_be_on_different_hosts() -> None:
+    assert run_ranks(4, on_hosts, ["a", "a", "b", "b"], (2, 2, 2)) == ["peer"] * 4
+    words = ["rank 2 on", "rank 3 on"]
+    expect_error(4, on_hosts, ["a", "a", "b", "c"], (2, 2, 2), error="TransportError", contains=words)
+
+
+def without_memory() -> None:
+    def refuse(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real = os.posix_fallocate
+    if dist.get_rank() == 1:
+        os.posix_fallocate = refuse
+    try:
+        shard_by_peer(build())
+    finally:
+        os.posix_fallocate = real
+
+
+def test_too_little_memory_on_one_rank_is_an_error_on_all() -> None:
+    words = ["bytes of shared memory", "No space left", "rank 1 of 2", "transport='c10d'"]
+    expect_error(2, without_memory, error="TransportError", contains=words)
+
+
+def open_other_things() -> tuple[str, str, bool]:
+    """A ticket leads to its region or nowhere; a peer's region is not to be written."""
+    model = shard_by_peer(build())
+    peers = gatherer_of(model).peers
+    assert peers is not None
+    other = peers.others[1 - dist.get_rank()]
+    messages = []
+    ticket = peers.own.ticket
+    for changes in ({"inode": ticket.inode + 1}, {"fd": 9999}):
+        wrong = shared_memory.Ticket(**{**vars(ticket), **changes})
+        with pytest.raises(OSError) as caught:
+            shared_memory.PeerRegion(wrong)
+        messages.append(str(caught.value))
+    return messages[0], messages[1], other.counters.flags.writeable
+
+
+def test_a_ticket_opens_its_region_only() -> None:
+    for another, missing, writeable in run_ranks(2, open_other_things):
+        assert "another file" in another and "No such file" in missing and not writeable
