@@ -84,7 +84,8 @@ def contestants() -> list[Contestant]:
     where = "Shards" if isinstance(sharded[0], Shard) else "plain (one rank)"
     found.append(_of(f"torch, {where}", torch.optim.AdamW(groups_of(sharded), fused=True), sharded))
     ours = AdamW(groups_of(sharded))
-    found.append(Contestant(f"lamina, {where}", ours.step, lambda: clip_grad_norm_(sharded, 1.0)))
+    # the closure holds the model: without it nobody would know where its parameters lie
+    found.append(Contestant(f"lamina, {where}", ours.step, lambda: clip_grad_norm_(sharded_model, 1.0)))
     mesh = dist.init_device_mesh("cpu", (world,))
     spread: list[Tensor] = []
     for param in sharded:

@@ -279,13 +279,13 @@ class Repeating(Chain):
         return self.last(x)
 
 
-def extra_use_inside() -> float:
-    """An extra use inside the forward on rank 1 only: right, or a named error on both."""
+def extra_use_inside(slots: int) -> float:
+    """An extra use inside the forward, on rank 1 only, once all have learned the program."""
 
     def build() -> nn.Module:
         return Repeating(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
-    plain, model = seeded(build), lamina.shard(seeded(build), units=["blocks.*"], slots=1)
+    plain, model = seeded(build), lamina.shard(seeded(build), units=["blocks.*"], slots=slots)
     worst = 0.0
     for step in range(4):
         times = [1, 1 if step < 2 else 2]
@@ -298,5 +298,9 @@ def extra_use_inside() -> float:
     return worst
 
 
-def test_an_extra_use_of_a_unit_on_one_rank_is_right() -> None:
-    assert max(run_ranks(2, extra_use_inside, timeout=20)) <= TOLERANCE
+def test_an_extra_use_on_one_rank_is_right_where_its_weights_are_still_there() -> None:
+    assert max(run_ranks(2, extra_use_inside, 4, timeout=20)) <= TOLERANCE
+
+
+def test_an_extra_use_on_one_rank_is_named_on_every_rank_where_they_are_not() -> None:
+    expect_error(2, extra_use_inside, 1, error="Disagreement", contains=["rank 0", "rank 1", "blocks.0"], timeout=12)

@@ -19,8 +19,7 @@ import lamina
 from harness import RankFailure, expect_error, run_ranks
 from lamina.core.slots import SlotState
 from lamina.runtime.assemble import RUNTIMES
-from lamina.runtime.phase import Key, Kind
-from lamina.runtime.publishing import PeerGatherer, open_peers
+from lamina.runtime.publishing import PeerGatherer
 from lamina.transport import shared_memory
 from lamina.transport.peer import Counter, check_epochs
 from parity.models import UNITS, build, language_batch
@@ -34,25 +33,7 @@ TRIPLES = {
 
 
 def shard_by_peer(model: nn.Module, strategy: Any = "zero3", **choices: Any) -> nn.Module:
-    """A model whose gathers go through shared memory, joined by hand: published where a forward or a `keep` begins."""
-    lamina.shard(model, strategy, units=UNITS, transport="c10d", **choices)
-    runtime = RUNTIMES[model]
-    engine, units = runtime.engine, runtime.units
-    peers = open_peers(runtime.control, runtime.mesh, [u.layout for u in units], [u.mesh for u in units])
-    gatherer = PeerGatherer(peers, units, engine.gatherer.transport, runtime.control, engine.lanes)
-    opened = engine._open
-
-    def open_and_publish(key: Key, owner: Any) -> None:
-        opened(key, owner)
-        if key.kind is Kind.FORWARD or (key.kind is Kind.KEEP and not key.grad):
-            for unit in units if key.kind is Kind.KEEP else ():
-                if unit.sharded and unit.dirty.value and not unit.kept:
-                    engine._empty(unit)
-            gatherer.publish(units)
-
-    engine.gatherer = gatherer
-    engine._open = open_and_publish  # type: ignore[method-assign]
-    return model
+    return lamina.shard(model, strategy, units=UNITS, transport="peer", **choices)
 
 
 def gatherer_of(model: nn.Module) -> PeerGatherer:
@@ -109,7 +90,7 @@ def gather_every_unit(triple: tuple[int, int, int], precision: str | None) -> li
         pairs = zip(unit.layout.params, unit.slot.fulls, strict=True)
         equal = all(torch.equal(full, reference[spec.name].detach().to(spec.compute)) for spec, full in pairs)
         found.append((unit.name, equal, gatherer.bytes_moved - before, unit.layout.buffer_bytes))
-    check_epochs(gatherer.peers)  # type: ignore[arg-type]
+    check_epochs(gatherer.peers)
     return found
 
 
@@ -170,7 +151,7 @@ def test_three_steps_equal_one_process(world: int) -> None:
 def train_unsplit(strategy: str) -> tuple[float, str]:
     recipe = Recipe()
     model = shard_by_peer(build(), strategy)
-    return sharded(model, one_process(build(), 2, recipe), recipe), gatherer_of(model).name
+    return sharded(model, one_process(build(), 2, recipe), recipe), lamina.report(model).transport
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
@@ -247,31 +228,44 @@ def overtake() -> float:
             model(tokens())
         expected = plain(tokens())
         if dist.get_rank() == 0:
-            store = dist.distributed_c10d._get_default_store()
-
-            def let_rank_1_come_to_its_publish() -> None:
-                store.wait(["changed 1"])
-                peers = gatherer_of(model).peers
-                assert peers is not None
-                epoch = gatherer_of(model).epoch
-                while peers.others[1].counters[Counter.ARRIVED] <= epoch:
-                    time.sleep(1e-3)
-                time.sleep(0.05)  # time for a wrong publish() to go on and overwrite
-
-            hold(model, 0, let_rank_1_come_to_its_publish)
-        worst = (model(tokens()) - expected).abs().max().item()
-        for p in model.parameters():
+            hold(model, 0, lambda: let_pass(gatherer_of(model), 1, gatherer_of(model).epoch + 1))
+        first = (model(tokens()) - expected).abs().max().item()
+        for p in [*model.parameters(), *plain.parameters()]:
             p.mul_(2)
-        for p in plain.parameters():
-            p.mul_(2)
-        say("changed")
-        worst = max(worst, (model(tokens()) - plain(tokens())).abs().max().item())
-    await_word("changed", [0, 1])
-    return worst
+        return max(first, (model(tokens()) - plain(tokens())).abs().max().item())
+
+
+def let_pass(gatherer: PeerGatherer, rank: int, epoch: int) -> None:
+    """Wait until another rank has come to its `publish()` of an epoch, and has had time to go on if it wrongly does."""
+    while gatherer.peers.others[rank].counters[Counter.ARRIVED] < epoch:
+        time.sleep(1e-3)
+    time.sleep(0.05)
 
 
 def test_a_version_stays_until_all_have_read_it() -> None:
-    assert max(run_ranks(2, overtake)) <= TOLERANCE
+    assert max(run_ranks(2, overtake, timeout=20)) <= TOLERANCE
+
+
+def come_too_early() -> float:
+    """Rank 1, which has nothing to change, begins its forward before rank 0 has published what it has changed."""
+    model, plain = shard_by_peer(build()), build()
+    rank = dist.get_rank()
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens())
+        for name, p in plain.named_parameters():
+            shard = model.get_parameter(name)
+            assert isinstance(shard, lamina.Shard)
+            p.view(-1)[slice(*shard.spec.ranges[0])] *= 2
+            if rank == 0:
+                shard.mul_(2)
+        if rank == 0:
+            let_pass(gatherer_of(model), 1, gatherer_of(model).epoch + 1)
+        return (model(tokens()) - plain(tokens())).abs().max().item()
+
+
+def test_a_reader_waits_for_the_new_version() -> None:
+    assert max(run_ranks(2, come_too_early, timeout=20)) <= TOLERANCE
 
 
 # ---- one-sided -----------------------------------------------------------------------------------------------------
@@ -424,7 +418,7 @@ def on_hosts(hosts: list[str], triple: tuple[int, int, int]) -> str:
         model = shard_by_peer(build(), lamina.Strategy(*triple))
     finally:
         shared_memory.host_id = real
-    return gatherer_of(model).name
+    return lamina.report(model).transport
 
 
 def test_ranks_of_two_hosts_are_refused() -> None:
@@ -460,7 +454,6 @@ def open_other_things() -> tuple[str, str, bool]:
     """A ticket leads to its region or nowhere; a peer's region is not to be written."""
     model = shard_by_peer(build())
     peers = gatherer_of(model).peers
-    assert peers is not None
     other = peers.others[1 - dist.get_rank()]
     messages = []
     ticket = peers.own.ticket

@@ -13,7 +13,7 @@ from lamina.core.control import Control
 from lamina.core.mesh import DataMesh, build_mesh
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
-from lamina.errors import StateError, UsageError
+from lamina.errors import StateError, TransportError, UsageError
 from lamina.runtime.agreement import check_same_text, check_start_weights, together
 from lamina.runtime.assemble import (
     RUNTIMES,
@@ -29,9 +29,11 @@ from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import materialise_buffers
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
+from lamina.runtime.publishing import open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.unit import Unit
 from lamina.runtime.units import plan_units
+from lamina.transport.peer import Peers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,13 +98,14 @@ def shard(
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
     seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
+    peers = _connect(transport, control, data, blueprint, device)
     native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
     records += materialise_buffers(model, device, seed)
     _move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
-    engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen.wire)
+    engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen.wire, peers)
     _wrap_forwards(model, built, chosen, recompute, compile)
     hooks = {} if native else register_hooks(model, built, engine, chosen)
     for name in entry_points if hooks else ():
@@ -114,7 +117,7 @@ def shard(
         control,
         engine,
         built,
-        engine.gatherer.transport,
+        "c10d" if peers is None else "peer",
         chosen,
         blueprint.packing,
         arena,
@@ -139,6 +142,17 @@ def _check_arguments(
     if start not in STARTS:
         raise UsageError(f"start={start!r}: use 'check', 'broadcast' or 'trust'")
     return resolve_precision(precision)
+
+
+def _connect(
+    transport: str, control: Control, data: DataMesh, blueprint: Blueprint, device: torch.device
+) -> Peers | None:
+    """Memory that all ranks of a gather can read; None: gathers are collectives. `"auto"` is c10d for now."""
+    if transport != "peer" or data.world == 1:
+        return None
+    if device.type != "cpu":
+        raise TransportError("transport='peer' is built for CPUs so far: type transport='c10d' on GPUs")
+    return open_peers(control, data, blueprint.layouts, blueprint.meshes)
 
 
 def _plan(

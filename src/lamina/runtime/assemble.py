@@ -27,10 +27,12 @@ from lamina.runtime.gathering import Gatherer
 from lamina.runtime.hooks import ModuleHooks
 from lamina.runtime.materialise import InitRecord, materialise
 from lamina.runtime.precision import Precision, spec_of
+from lamina.runtime.publishing import PeerGatherer
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.unit import Entry, Unit
 from lamina.runtime.units import UnitPlan
-from lamina.transport.c10d import C10d, Transport
+from lamina.transport.c10d import C10d
+from lamina.transport.peer import Peers
 
 DEFAULT_SLOTS = 3
 LEAST_BUDGET_BYTES = 1024  # `slots=` at or above it is a budget in bytes
@@ -46,7 +48,7 @@ class Runtime:
     control: Control
     engine: Engine
     units: list[Unit]
-    transport: Transport
+    transport: str
     precision: Precision
     packing: Packing
     arena: Tensor  # uint8
@@ -213,18 +215,24 @@ def place_slots(units: Sequence[Unit], packing: Packing, device: torch.device) -
     return arena
 
 
-def build_engine(units: Sequence[Unit], mesh: DataMesh, control: Control, slots: int, wire: torch.dtype | None) -> Engine:
+def build_engine(
+    units: Sequence[Unit],
+    mesh: DataMesh,
+    control: Control,
+    slots: int,
+    wire: torch.dtype | None,
+    peers: Peers | None,
+) -> Engine:
+    """The engine over these units; `peers` makes gathers one-sided."""
     lanes = Lanes(mesh.device)
     transport = C10d(mesh.device)
-    use_inbox = slots > 1 and mesh.device.type == "cpu"
-    return Engine(
-        units,
-        control,
-        lanes,
-        Gatherer(transport, control, lanes),
-        Reducer(transport, control, lanes, use_inbox, wire),
-        ahead=max(1, slots - 2),
-    )
+    if peers is None:
+        gatherer = Gatherer(transport, control, lanes)
+    else:
+        gatherer = PeerGatherer(peers, units, transport, control, lanes)
+    reducer = Reducer(transport, control, lanes, slots > 1 and mesh.device.type == "cpu", wire)
+    one_sided = peers is not None and all(unit.sharded or unit.plain for unit in units)
+    return Engine(units, control, lanes, gatherer, reducer, max(1, slots - 2), one_sided)
 
 
 def register_hooks(

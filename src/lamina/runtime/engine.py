@@ -205,12 +205,7 @@ class Engine:
             self.residency.gather(unit)
             phase.deviated = True
             return
-        self._issue(phase, len(phase.steps))
-        if unit.is_ready:
-            return
-        phase.recorded, phase.steps, phase.deviated = None, (), True
-        self.control.position.mode = "lockstep"
-        self.programs.pop(phase.key, None)
+        self._leave_program(phase)
         self._agree(phase, op, unit)
 
     def _pump(self, phase: Phase) -> None:
@@ -315,9 +310,10 @@ class Engine:
         """Its gradients are complete in this backward: reduce them when their turn comes."""
         if phase.recorded is None:
             self._agree(phase, Op.REDUCE, unit)
-        else:
+        elif phase.find(Op.REDUCE, unit.index) is not None:
             phase.ready.add(unit.index)
             self._pump(phase)
+        # else the program does not know this reduction: it waits for the end of the backward
 
     def _end_task(self, task: int) -> None:
         """The graph task has ended: so have all uses that it began; with the outermost one, the backward."""
@@ -340,11 +336,15 @@ class Engine:
     def _finish_late(self, phase: Phase, unit: Unit) -> None:
         """Gradients that came after the unit's last use had ended, or wait for a use that does not come."""
         if phase.recorded is not None and phase.find(Op.REDUCE, unit.index) is None:
-            self._issue(phase, len(phase.steps))
-            phase.recorded, phase.steps, phase.deviated = None, (), True
-            self.control.position.mode = "lockstep"
-            self.programs.pop(phase.key, None)
+            self._leave_program(phase)
         self._finish_unit(phase, unit)
+
+    def _leave_program(self, phase: Phase) -> None:
+        """Issue what is left of the program; from here on, and the next time, ranks agree step by step."""
+        self._issue(phase, len(phase.steps))
+        phase.recorded, phase.steps, phase.cursor, phase.deviated = None, (), 0, True
+        self.control.position.mode = "lockstep"
+        self.programs.pop(phase.key, None)
 
     def _after_reductions(self, phase: Phase) -> None:
         self.reducer.finish()

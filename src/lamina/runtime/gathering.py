@@ -80,7 +80,8 @@ class Gatherer:
                 self._run(self._publishing_route(unit))
             route = self._routes.get(slot)
             if route is None:
-                route = self._routes[slot] = self._route(unit, slot)
+                with torch.inference_mode(False), torch.no_grad():  # the first forward may be an evaluation
+                    route = self._routes[slot] = self._route(unit, slot)
             works = self._run(route)
         unit.dirty.value = False
         slot.ready = lane.mark()
@@ -121,9 +122,10 @@ class Gatherer:
     def _publishing_route(self, unit: Unit) -> Route:
         if unit not in self._publishing:
             route = self._publishing[unit] = Route()
-            for number, segment in enumerate(unit.layout.segments):
-                span = spans(segment, unit.mesh)
-                self._outer(route, unit, number, unit.published[number], span[1][0], span)
+            with torch.inference_mode(False), torch.no_grad():
+                for number, segment in enumerate(unit.layout.segments):
+                    span = spans(segment, unit.mesh)
+                    self._outer(route, unit, number, unit.published[number], span[1][0], span)
         return self._publishing[unit]
 
     def _outer(

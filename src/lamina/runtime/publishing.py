@@ -62,7 +62,7 @@ class PeerGatherer(Gatherer):
     """`Gatherer` over shared memory."""
 
     def __init__(
-        self, peers: Peers | None, units: Sequence[Unit], transport: Transport, control: Control, lanes: Lanes
+        self, peers: Peers, units: Sequence[Unit], transport: Transport, control: Control, lanes: Lanes
     ) -> None:
         """`transport` moves what is not one-sided: outer levels, and units whose parameters are not split."""
         super().__init__(transport, control, lanes)
@@ -73,32 +73,24 @@ class PeerGatherer(Gatherer):
         self._places = dict(zip(units, places, strict=True))
         for unit, starts in self._places.items():
             if unit.sharded:
-                assert peers is not None
                 unit.published = [
                     peers.own.data[start : start + segment.compute_bytes // peers.size].view(segment.compute)
                     for segment, start in zip(unit.layout.segments, starts, strict=True)
                 ]
 
-    @property
-    def name(self) -> str:
-        """What gathers really use."""
-        return "peer" if self.peers is not None else self.transport.name
-
     def publish(self, units: Sequence[Unit]) -> None:
         """Let peers see what has changed in these units; called by every rank alike, before the first gather."""
-        peers, units = self.peers, [unit for unit in units if unit.sharded]
-        if peers is None:
-            return
         self.epoch += 1
-        peers.announce(Counter.ARRIVED, self.epoch)
-        changed = self._changed(units)
+        self.peers.announce(Counter.ARRIVED, self.epoch)
+        self.control.position.verb, self.control.position.unit = "publishing", ""
+        changed = self._changed([unit for unit in units if unit.sharded])
         if changed:
-            peers.wait_for(Counter.ARRIVED, self.epoch)
+            self.peers.wait_for(Counter.ARRIVED, self.epoch)
             with torch.no_grad():
                 for unit in changed:
                     self._run(self._publishing_route(unit))
                     unit.dirty.value = False
-        peers.announce(Counter.PUBLISHED, self.epoch)
+        self.peers.announce(Counter.PUBLISHED, self.epoch)
 
     def _changed(self, units: Sequence[Unit]) -> list[Unit]:
         here = [unit.dirty.value for unit in units]
@@ -118,7 +110,7 @@ class PeerGatherer(Gatherer):
         if not unit.sharded:
             super().start(unit, slot)
             return
-        assert self.peers is not None and self.epoch > 0, "publish() comes before the first gather"
+        assert self.epoch > 0, "publish() comes before the first gather"
         if self._readable < self.epoch:
             self.peers.wait_for(Counter.PUBLISHED, self.epoch)
             self._readable = self.epoch
@@ -128,13 +120,13 @@ class PeerGatherer(Gatherer):
         unit.gathers += 1
         route = self._routes.get(slot)
         if route is None:
-            route = self._routes[slot] = self._copies(self.peers, unit, slot)
+            route = self._routes[slot] = self._copies(unit, slot)
         with torch.no_grad():
             self._run(route)
 
-    def _copies(self, peers: Peers, unit: Unit, slot: Slot) -> Route:
+    def _copies(self, unit: Unit, slot: Slot) -> Route:
         """From each region its range, beginning with the next rank's: not all ranks read the same memory at once."""
-        route = Route()
+        route, peers = Route(), self.peers
         for segment, whole, start in zip(unit.layout.segments, slot.segments, self._places[unit], strict=True):
             numel, size_bytes = segment.numel // peers.size, segment.compute_bytes // peers.size
             for step in range(1, peers.size + 1):

@@ -79,7 +79,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         runtime.strategy,
         runtime.mesh.world,
-        runtime.transport.name,
+        runtime.transport,
         tuple(map(_unit_report, runtime.units)),
         {kind: size for kind, size in memory.items() if size},
         engine.gatherer.bytes_moved,

@@ -80,6 +80,7 @@ class Unit:
         self.grad_views: list[Tensor] = []  # what p.grad is, in layout order; empty where frozen
         self.had = [False] * len(self.params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(self.params)  # the gradient buffer holds this parameter's accumulated gradient
+        self.earlier: dict[int, Tensor] = {}  # gradients kept apart while tensor hooks see the new ones
         self.touched = [False] * len(self.params)  # this rank contributed in the current backward
         self.fresh = False  # plain units: p.grad holds this backward's gradients only
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
@@ -260,6 +261,9 @@ class Unit:
         for i, view in enumerate(self.grad_views):
             grad = self.params[i].grad
             self.valid[i] = self.had[i] = grad is not None
+            if grad is not None and not self.plain and self.params[i]._backward_hooks:
+                self.valid[i] = False  # hooks are to see the new gradient alone
+                self.earlier[i] = local_of(grad).clone()
             if grad is None:
                 # a gradient that only we know is referenced by the list, by `view` and by getrefcount's argument
                 if count(view) > 3 or (type(view) is Shard and count(view.local) > 2):
@@ -281,20 +285,23 @@ class Unit:
 
     def bind_gradients(self, used: Sequence[bool]) -> None:
         """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
-        for param, grad, is_used in zip(self.params, self.grad_views, used, strict=True):
+        for position, (param, grad, is_used) in enumerate(zip(self.params, self.grad_views, used, strict=True)):
             if not is_used:
                 continue
             if param.grad is not grad:
                 param.grad = grad
             if not self.plain and (param._backward_hooks or param._post_accumulate_grad_hooks):
-                self._call_hooks(param, grad)
+                self._call_hooks(position, param, grad)
 
-    def _call_hooks(self, param: nn.Parameter, grad: Tensor) -> None:
-        """The user's hooks on a parameter see what p.grad is: the reduced shard."""
+    def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
+        """The user's hooks on a parameter see the reduced shard: tensor hooks what is new, the others what p.grad is."""
         for hook in list((param._backward_hooks or {}).values()):
             changed = hook(grad)
             if changed is not None and changed is not grad:
                 local_of(grad).copy_(local_of(changed))
+        earlier = self.earlier.pop(position, None)
+        if earlier is not None:
+            local_of(grad).add_(earlier)
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
 

@@ -1,0 +1,261 @@
+"""Things that a user does behind the runtime's back: a named error on every rank, or the right result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lamina
+from harness import expect_error, run_ranks
+from parity.reference import TOLERANCE, gradient_deviation, parameter_deviation
+from parity.structures import WIDTH, Chain
+from parity.test_outputs import data_of, grads, linears, own_step, reference_step, seeded, values
+
+
+def sharded(strategy: str = "zero3", **options: object) -> nn.Module:
+    return lamina.shard(seeded(linears), strategy, units=["blocks.*"], **options)  # type: ignore[arg-type]
+
+
+def replaced() -> None:
+    model = sharded()
+    own_step(model)
+    model.blocks[1].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.float64))
+    own_step(model)
+
+
+def assigned() -> None:
+    model = sharded()
+    model.load_state_dict(seeded(linears).state_dict(), assign=True)
+    own_step(model)
+
+
+def cast() -> None:
+    model = sharded()
+    own_step(model)
+    model.to(torch.bfloat16)
+    own_step(model)
+
+
+def twice() -> None:
+    lamina.shard(sharded())
+
+
+def part_twice() -> None:
+    model = seeded(linears)
+    lamina.shard(model.blocks[0])
+    lamina.shard(model)
+
+
+def create_graph() -> None:
+    model = sharded()
+    x = data_of(dist.get_rank()).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.pow(2).sum().backward()
+
+
+def gradient_of_parameters() -> None:
+    model = sharded()
+    torch.autograd.grad(model(data_of(0)).sum(), list(model.parameters()), allow_unused=True)
+
+
+def thawed() -> None:
+    model = seeded(linears)
+    model.blocks[0].requires_grad_(False)
+    model = lamina.shard(model, units=["blocks.*"])
+    model.blocks[0].requires_grad_(True)
+    own_step(model)
+
+
+def read_outside() -> None:
+    model = sharded()
+    torch.nn.functional.linear(data_of(0), model.blocks[0].weight)
+
+
+def returned_weight() -> None:
+    class Leaky(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    model = lamina.shard(Chain(Leaky(WIDTH, WIDTH)), units=["blocks.*"])
+    model(data_of(0).float())
+
+
+MISUSE: dict[Callable[[], None], tuple[str, list[str]]] = {
+    replaced: ("ParameterChanged", ["blocks.1.weight"]),
+    assigned: ("ParameterChanged", ["weight"]),
+    cast: ("ParameterChanged", ["bfloat16", "weight"]),
+    twice: ("StateError", ["already"]),
+    part_twice: ("StateError", ["already"]),
+    create_graph: ("StateError", ["keep"]),
+    gradient_of_parameters: ("ShardOpError", ["weight"]),
+    thawed: ("ParameterChanged", ["blocks.0"]),
+    read_outside: ("ShardOpError", ["blocks.0.weight"]),
+    returned_weight: ("StateError", ["weight", "clone"]),
+}
+
+
+@pytest.mark.parametrize("misuse", list(MISUSE), ids=lambda fn: fn.__name__)
+def test_misuse_is_a_named_error(misuse: Callable[[], None]) -> None:
+    error, words = MISUSE[misuse]
+    expect_error(2, misuse, error=error, contains=words, timeout=15)
+
+
+def different_models() -> None:
+    torch.manual_seed(0)
+    lamina.shard(Chain(*(nn.Linear(WIDTH, WIDTH + dist.get_rank()) for _ in range(2))))
+
+
+def different_weights() -> None:
+    torch.manual_seed(dist.get_rank())
+    lamina.shard(linears())
+
+
+def different_arguments() -> None:
+    sharded("zero3" if dist.get_rank() else "zero2")
+
+
+def error_on_one() -> None:
+    sharded() if dist.get_rank() else lamina.shard(seeded(linears), units=["nothing.*"])
+
+
+def test_ranks_that_disagree_at_the_start_are_named() -> None:
+    expect_error(2, different_models, error="Disagreement", contains=["blocks.0.weight", "rank"], timeout=15)
+    expect_error(2, different_weights, error="Disagreement", contains=["first.weight", "rank 1", "broadcast"], timeout=15)
+    expect_error(2, different_arguments, error="Disagreement", contains=["zero2", "zero3"], timeout=15)
+
+
+def test_an_error_of_one_rank_is_an_error_on_all() -> None:
+    with pytest.raises(Exception, match="nothing") as caught:
+        run_ranks(2, error_on_one, timeout=15)
+    assert sorted(caught.value.errors) == [0, 1]  # type: ignore[attr-defined]
+    assert all("nothing" in error.message for error in caught.value.errors.values())  # type: ignore[attr-defined]
+
+
+def uneven_steps() -> None:
+    model = sharded()
+    for step in range(3 - dist.get_rank()):
+        own_step(model, step)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model(data_of(1))
+        own_step(model)
+
+
+def test_uneven_steps_are_named_on_every_rank() -> None:
+    expect_error(2, uneven_steps, error="Disagreement", contains=["rank 0", "rank 1"], timeout=15)
+
+
+def penalty() -> float:
+    """Double backward inside `keep`: a gradient penalty equals one process."""
+
+    def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
+        x = data_of(rank).requires_grad_()
+        out = torch.tanh(model(x))
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.mean() + gradient.pow(2).sum(1).mean()
+
+    plain, model = seeded(linears), sharded()
+    worst = 0.0
+    for _ in range(2):
+        for rank in range(2):
+            (loss_of(plain, rank) / 2).backward()
+        with lamina.keep(model):
+            loss_of(model, dist.get_rank()).backward()
+        worst = max(worst, gradient_deviation(model, grads(plain)))
+        plain.zero_grad()
+        model.zero_grad()
+    return worst
+
+
+def test_double_backward_inside_keep_equals_one_process() -> None:
+    assert max(run_ranks(2, penalty)) <= TOLERANCE
+
+
+def edits() -> float:
+    """Writes of every lawful kind reach the next forward (C11, C12)."""
+    plain, model = seeded(linears), sharded()
+    reference_step(plain)
+    own_step(model)
+    with torch.no_grad():
+        for m in (plain, model):
+            for p in m.parameters():
+                p.mul_(2)
+    with lamina.gathered(model.blocks[0], write=True), torch.no_grad():
+        model.blocks[0].weight[1, 2] = 3.0
+    with torch.no_grad():
+        plain.blocks[0].weight[1, 2] = 3.0
+    for m, step in ((plain, reference_step), (model, own_step)):
+        m.zero_grad()
+        step(m, 1)
+    worst = gradient_deviation(model, grads(plain))
+    other = {name: value * 0.5 for name, value in values(plain).items()}
+    loss = model(data_of(dist.get_rank(), 2)).pow(2).mean()
+    loss.backward()
+    for m in (plain, model):
+        m.load_state_dict(other)
+        m.zero_grad()
+    reference_step(plain, 3)
+    own_step(model, 3)
+    return max(worst, gradient_deviation(model, grads(plain)), parameter_deviation(model, values(plain)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_edits_reach_the_next_forward(world: int) -> None:
+    assert max(run_ranks(world, edits)) <= TOLERANCE
+
+
+def loaded_between() -> float | str:
+    """load_state_dict between forward and backward: used from the next forward on, or a named error."""
+    plain, model = seeded(linears), sharded(slots=1)
+    other = {name: value * 0.5 for name, value in values(plain).items()}
+    loss = model(data_of(dist.get_rank())).pow(2).mean()
+    model.load_state_dict(other)
+    try:
+        loss.backward()
+    except lamina.LaminaError as error:
+        return str(error)
+    reference_step(plain)
+    return gradient_deviation(model, grads(plain))
+
+
+def test_weights_changed_between_forward_and_backward_are_not_mixed() -> None:
+    for result in run_ranks(2, loaded_between):
+        assert "between" in result or "changed" in result if isinstance(result, str) else result <= TOLERANCE, result
+
+
+def optimizer_order(when: str) -> float:
+    """C11: the optimizer is made before sharding, after a warm-up forward, in groups, or over a subset."""
+    plain, model = seeded(linears), seeded(linears)
+    optimizers = []
+    if when == "before":
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3) for m in (plain, model)]
+    identities = [id(p) for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    if when == "after a forward":
+        model(data_of(0))
+    model = lamina.shard(model, units=["blocks.*"])
+    assert identities == [id(p) for p in model.parameters()] and names == [n for n, _ in model.named_parameters()]
+    if when == "after a forward":
+        with torch.no_grad():
+            model(data_of(0))
+    for m in (plain, model) if not optimizers else ():
+        decay = [p for p in m.parameters() if p.ndim == 2]
+        rest = [p for n, p in m.named_parameters() if n.endswith("bias")]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizers.append(torch.optim.AdamW(groups[:1] if when == "subset" else groups, lr=0.1, eps=1e-3))
+    for step in range(3):
+        for m, train, optimizer in ((plain, reference_step, optimizers[0]), (model, own_step, optimizers[1])):
+            optimizer.zero_grad()
+            train(m, step)
+            optimizer.step()
+    assert parameter_deviation(model, values(seeded(linears))) > 0.01 or dist.get_rank() == 1
+    return parameter_deviation(model, values(plain))
+
+
+@pytest.mark.parametrize("when", ["before", "after a forward", "groups", "subset"])
+def test_the_optimizer_may_be_made_at_any_time(when: str) -> None:
+    assert max(run_ranks(2, optimizer_order, when)) <= TOLERANCE
