@@ -35,7 +35,7 @@ def steps_equal(strategy: Any, options: dict[str, Any], shard_options: dict[str,
         backward(reference, sharded, step, use_extra)
         for optimizer in optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=step != 1)
+            optimizer.zero_grad(set_to_none=step not in (1, 2))
         for schedule in schedules:
             schedule.step()
     return [

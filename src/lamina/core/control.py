@@ -42,7 +42,7 @@ class Control:
     """Agreement over the control group; a world of one agrees with itself."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int, name: str) -> None:
-        self.group, self.rank, self.world = group, rank, world
+        self.group, self.rank, self.world, self.name = group, rank, world, name
         self.position = Position()
         self.exchanges = 0
         self._store = None

@@ -25,6 +25,7 @@ from lamina.runtime.assemble import (
     place_slots,
     register_hooks,
 )
+from lamina.runtime.copies import attach
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import materialise_buffers
@@ -123,7 +124,9 @@ def shard(
         arena,
         records,
         hooks,
+        tuple(entry_points),
     )
+    attach(RUNTIMES[model])
     return model
 
 

@@ -54,6 +54,7 @@ class Runtime:
     arena: Tensor  # uint8
     records: tuple[InitRecord, ...]
     hooks: dict[str, ModuleHooks]  # by qualified module name
+    entry_points: tuple[str, ...]
 
     @property
     def device(self) -> torch.device:
@@ -176,6 +177,24 @@ def build_units(
     for module in recurrent:
         module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
     return units, tuple(records)
+
+
+def build_units_of_copy(model: nn.Module, old: Runtime) -> list[Unit]:
+    """Units of a copied model around the values that were copied."""
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    units = []
+    for unit in old.units:
+        params = [parameters[spec.name] for spec in unit.layout.params]
+        entries = [
+            Entry(modules[e.path.rpartition(".")[0]]._parameters, e.attribute, e.position, e.path) for e in unit.entries
+        ]
+        made = Unit(unit.index, unit.plan, unit.layout, unit.mesh, params, entries, unit.plain)
+        made.adopt_shards()
+        owned = {id(entry.parameters) for entry in entries}
+        made.recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase) and id(m._parameters) in owned]
+        units.append(made)
+    return units
 
 
 def _values(

@@ -82,6 +82,7 @@ class Engine:
             if unit.plain:
                 continue
             unit.check_masters()
+            unit.version += unit.dirty.value
             if unit.kept and unit.dirty.value:
                 raise StateError(f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step")
             if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
@@ -275,6 +276,11 @@ class Engine:
             raise StateError(
                 f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are given "
                 "back. Type `with lamina.keep(model):` around the forward and both backwards"
+            )
+        if use.version != unit.version or (unit.sharded and unit.dirty.value):
+            raise StateError(
+                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients would be "
+                "a mixture: step, load and edit after the backward, or run the forward again"
             )
         if self.phase is None:
             self._begin_backward(task)

@@ -43,8 +43,13 @@ class ModuleHooks:
         self.engine, self.units, self.compute = engine, list(units), compute
         self.output: torch.dtype | None = None
         self.frames: list[Frame] = []
+        self.copy: Callable[[dict[int, Any]], Any] | None = None  # what stands for them in a copied model
         self.title = type(module).__name__
         self._register(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        assert self.copy is not None
+        return self.copy(memo)
 
     def _register(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
@@ -52,12 +57,17 @@ class ModuleHooks:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.open(module, "forward")
+        args, kwargs = self.take_inputs(args, kwargs)
+        return (args, kwargs) if self.compute is not None else None
+
+    def take_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Cast the inputs of the call that has been opened, and note the autograd nodes that made them."""
         if self.compute is not None:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
         if torch.is_grad_enabled():
             frame = self.frames[-1]
             frame.inputs, frame.input_count = nodes_of_inputs((args, kwargs))
-        return (args, kwargs) if self.compute is not None else None
+        return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.frames or self.frames[-1].module is not module:
@@ -137,25 +147,30 @@ def _storage(tensor: Tensor) -> int | None:
         return None
 
 
-def add_entry_point(hooks: ModuleHooks, module: nn.Module, name: str) -> None:
-    """Let another method of the model run compute: its call is a root forward like any other."""
-    inner: Callable[..., Any] = getattr(module, name)
+class EntryPoint:
+    """A method of the model that runs compute: its call is a root forward like any other."""
 
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        hooks.open(module, name)
-        output = None
+    def __init__(self, hooks: ModuleHooks, module: nn.Module, name: str) -> None:
+        self.hooks, self.module = hooks, weakref.ref(module)
+        self.__name__, self.__doc__ = name, getattr(type(module), name).__doc__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EntryPoint:
+        return self  # replaced when the copied model gets its runtime
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, hooks = self.module(), self.hooks
+        assert module is not None
+        hooks.open(module, self.__name__)
         try:
-            if hooks.compute is not None:
-                args, kwargs = cast_tree(args, hooks.compute), cast_tree(kwargs, hooks.compute)
-            if torch.is_grad_enabled():
-                frame = hooks.frames[-1]
-                frame.inputs, frame.input_count = nodes_of_inputs((args, kwargs))
-            output = inner(*args, **kwargs)
+            args, kwargs = hooks.take_inputs(args, kwargs)
+            output = getattr(type(module), self.__name__)(module, *args, **kwargs)
         except BaseException:
             hooks.close(None)
             raise
         hooks.close(output)
         return output
 
-    entry.__name__, entry.__doc__ = name, inner.__doc__
-    module.__dict__[name] = entry
+
+def add_entry_point(hooks: ModuleHooks, module: nn.Module, name: str) -> None:
+    """Let another method of the model be a root forward."""
+    module.__dict__[name] = EntryPoint(hooks, module, name)

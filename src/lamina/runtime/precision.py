@@ -108,13 +108,22 @@ def wide_dtype(module: nn.Module, precision: Precision) -> torch.dtype:
     return wide
 
 
-def wrap_kept_module(module: nn.Module, wide: torch.dtype) -> None:
-    """A module whose parameters all stay wide computes wide: inputs are cast, outputs cast back to what came in."""
-    inner: Callable[..., Any] = module.forward
+@dataclass
+class WideForward:
+    """A module whose parameters all stay wide computes wide: inputs are cast, outputs cast back to what came in.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    An object, not a closure: in a deepcopy of the model, `inner` becomes the copied module's.
+    """
+
+    inner: Callable[..., Any]
+    wide: torch.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         came = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
-        result = inner(*cast_tree(args, wide), **cast_tree(kwargs, wide))
-        return result if came is None or came is wide else cast_tree(result, came)
+        result = self.inner(*cast_tree(args, self.wide), **cast_tree(kwargs, self.wide))
+        return result if came is None or came is self.wide else cast_tree(result, came)
 
-    module.forward = forward  # type: ignore[method-assign]
+
+def wrap_kept_module(module: nn.Module, wide: torch.dtype) -> None:
+    """Let a module compute in a wide dtype."""
+    module.forward = WideForward(module.forward, wide)  # type: ignore[method-assign]

@@ -7,7 +7,8 @@ the weights that backward needs anyway are there when the forward runs again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,22 +44,22 @@ def apply_recompute(choice: str | int, blocks: Sequence[nn.Module]) -> None:
         return
     every = choice if isinstance(choice, int) else 1
     for module in blocks[::every]:
-        _recompute(module, selective=choice == "selective")
+        module.forward = RecomputedForward(module.forward, choice == "selective")  # type: ignore[method-assign]
 
 
-def _recompute(module: nn.Module, selective: bool) -> None:
-    inner = module.forward
-    options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+@dataclass
+class RecomputedForward:
+    """A forward that runs again in backward. An object, not a closure: a deepcopy of the model copies `inner` too."""
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    inner: Callable[..., Any]
+    selective: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        return checkpoint(inner, *args, **options, **kwargs)
-
-    module.forward = forward  # type: ignore[method-assign]
+            return self.inner(*args, **kwargs)
+        if self.selective:
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

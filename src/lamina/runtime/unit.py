@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ class Unit:
         self.trainable = any(spec.trainable for spec in layout.params)
         self.communicates = mesh.factors.uses_shards
         self.dirty = DirtyFlag(True)
+        self.version = 0  # counts changes of the weights, as root forwards see them
         self.wanted = [spec.trainable for spec in layout.params]  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
         self.overflow: list[Slot] = []
@@ -112,6 +113,20 @@ class Unit:
                 self._become(position, spec, local, [segment.owned(i, r) for r in range(segment.factor)])
                 position += 1
             self.masters.append(master)
+        self._make_published()
+
+    def adopt_shards(self) -> None:
+        """Make masters of parameters that are sharded already: a copied model's."""
+        for segment in self.layout.segments:
+            self.masters.append(torch.zeros(segment.range_numel, dtype=segment.master, device=self.mesh.device))
+        self.locals = [local_of(param) for param in self.params]
+        for param in self.params:
+            if isinstance(param, Shard):
+                param.spec = replace(param.spec, dirty=self.dirty, geometry=param.spec.geometry)
+        self._make_published()
+        self.re_home()
+
+    def _make_published(self) -> None:
         factors = self.mesh.factors
         if factors.shards_parameters and factors.optimizer > factors.params:
             for segment in self.layout.segments:
@@ -224,8 +239,9 @@ class Unit:
                     place = master[offset : offset + stop - start]
                     param = self.params[position]
                     place.copy_(local_of(param).reshape(-1))
+                    self.locals[position] = place
                     if isinstance(param, Shard):
-                        param.local = self.locals[position] = place
+                        param.local = place
                     else:
                         param.data = place.view(spec.shape)
                     position += 1

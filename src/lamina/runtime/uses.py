@@ -36,10 +36,11 @@ NODE_KEY = "lamina"
 class Use:
     """One forward visit of a unit whose graph is alive; held by the nodes of that graph only (it must not hold them)."""
 
-    __slots__ = ("unit", "slot", "input_count", "waiting", "active_in", "done", "__weakref__")
+    __slots__ = ("unit", "slot", "version", "input_count", "waiting", "active_in", "done", "__weakref__")
 
     def __init__(self, unit: Unit, slot: Slot | None, input_count: int) -> None:
         self.unit, self.slot = unit, slot
+        self.version = unit.version  # of the weights that it read
         self.input_count = input_count  # input nodes that must pass before the end; 0: the end of the graph task
         self.waiting = 0
         self.active_in: int | None = None  # the graph task in which its backward is under way

@@ -1,0 +1,113 @@
+"""`copy.deepcopy` of a sharded model: an independent model on the same groups.
+
+A runtime cannot be copied (process groups, slots that saved tensors point into), and a copy cannot be given one while
+it is being made. So the copy's hooks are placeholders that remember the original's plans; the copy's first forward
+turns them into a runtime of its own, around the values that were copied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.core.control import Control
+from lamina.errors import StateError
+from lamina.runtime.assemble import RUNTIMES, Runtime, build_engine, build_units_of_copy, place_slots, register_hooks
+from lamina.runtime.hooks import ModuleHooks, add_entry_point
+from lamina.runtime.publishing import open_peers
+
+
+class CopiedHooks:
+    """Stands for the hooks of one copied model until its first forward; one object for all of its modules.
+
+    A copied bound method is `ModuleHooks.before` with this object as `self`: it opens the runtime, and everything else
+    is answered by the hooks that the runtime has made.
+    """
+
+    def __init__(self, original: Runtime) -> None:
+        self.original = original
+        self.live: ModuleHooks | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedHooks:
+        return copied_hooks(self.original, memo)
+
+    def open(self, module: nn.Module, entry: str) -> None:
+        """The first forward of the copy begins."""
+        self._check_root(module)
+        revive(module, self.original)
+        self.live = RUNTIMES[module].hooks[""]
+        self.live.open(module, entry)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.live, name)
+
+    def _check_root(self, module: nn.Module) -> None:
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        if not {entry.path for unit in self.original.units for entry in unit.entries} <= names:
+            raise StateError(
+                f"this {type(module).__name__} is a part of a copied sharded model that has not run yet: call the copied "
+                "model once before its parts"
+            )
+
+
+def copied_hooks(runtime: Runtime, memo: dict[int, Any]) -> CopiedHooks:
+    """The placeholder for one deepcopy of a model, the same for all of its modules."""
+    key = id(runtime)
+    if key not in memo:
+        memo[key] = CopiedHooks(runtime)
+    return memo[key]
+
+
+def revive(model: nn.Module, old: Runtime) -> None:
+    """Give a copied model its runtime. Collective: every rank calls its copy."""
+    for module in model.modules():
+        _remove_placeholders(module)
+    with torch.inference_mode(False), torch.no_grad():
+        control = Control(old.control.group, old.mesh.rank, old.mesh.world, f"copy-{old.control.name}-{next_copy()}")
+        units = build_units_of_copy(model, old)
+        peers = None
+        if old.transport == "peer":
+            peers = open_peers(control, old.mesh, [u.layout for u in units], [u.mesh for u in units])
+        arena = place_slots(units, old.packing, old.device)
+        engine = build_engine(units, old.mesh, control, old.packing.slots, old.precision.wire, peers)
+    hooks = register_hooks(model, units, engine, old.precision)
+    for name in old.entry_points:
+        model.__dict__.pop(name, None)
+        add_entry_point(hooks[""], model, name)
+    RUNTIMES[model] = replace(
+        old, model=weakref.ref(model), control=control, engine=engine, units=units, arena=arena, hooks=hooks
+    )
+    attach(RUNTIMES[model])
+
+
+def attach(runtime: Runtime) -> None:
+    """Let the hooks know the runtime that a copy of them starts from."""
+    for hooks in runtime.hooks.values():
+        hooks.copy = lambda memo, runtime=runtime: copied_hooks(runtime, memo)
+
+
+_copies = 0
+
+
+def next_copy() -> int:
+    """A number for the copy, the same on all ranks."""
+    global _copies
+    _copies += 1
+    return _copies
+
+
+def _remove_placeholders(module: nn.Module) -> None:
+    for registry in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(registry.items()):
+            if isinstance(getattr(hook, "__self__", None), CopiedHooks):
+                del registry[key]
+                for marks in (
+                    module._forward_pre_hooks_with_kwargs,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                ):
+                    marks.pop(key, None)
