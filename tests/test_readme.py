@@ -1,14 +1,25 @@
-"""The README is true: its programs run as it says, its links lead somewhere, its commands are the ones that CI runs."""
+"""The README and docs/ are true: programs run and print what they say, links lead somewhere, commands are CI's.
+
+A block of docs/ that begins with "python run" is a program, which "python more" goes on with; two ranks run it, or with
+"python run alone" one plain `python`. The blocks "text output" behind it are what rank 0 prints, up to white space.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+import lamina
+from harness import run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -16,6 +27,36 @@ TEXT = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+API_PAGES = [ROOT / "docs" / "api.md", ROOT / "docs" / "errors.md"]
+
+
+class Snippet(NamedTuple):
+    """A program of a page, and what it prints."""
+
+    where: str
+    text: str
+    output: str
+    alone: bool
+
+
+def snippets_of(page: Path) -> list[Snippet]:
+    found: list[Snippet] = []
+    text = page.read_text()
+    for match in re.finditer(r"^```([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        mark, body = match[1].split(), match[2]
+        if mark[:2] == ["python", "run"]:
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Snippet(f"{page.name}:{line}", body, "", mark[2:] == ["alone"]))
+        elif mark == ["python", "more"]:
+            found[-1] = found[-1]._replace(text=found[-1].text + body)
+        elif mark == ["text", "output"]:
+            found[-1] = found[-1]._replace(output=found[-1].output + body)
+    return found
+
+
+SNIPPETS = [snippet for page in PAGES[1:] for snippet in snippets_of(page)]
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -60,9 +101,30 @@ def test_the_example_of_the_first_command(tmp_path: Path) -> None:
     assert re.search(r"loss .*bigram", output, re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
-)
+def printed(program: Path) -> str:
+    """On a rank: run a program in a file (the source of its classes can be read), and return what it prints."""
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream), contextlib.chdir(program.parent):
+        runpy.run_path(str(program), run_name="__main__")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.where)
+def test_programs_of_the_docs(snippet: Snippet, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(snippet.text)
+    output = run(["program.py"], tmp_path) if snippet.alone else run_ranks(2, printed, program)[0]
+    if snippet.output:
+        assert output.split() == snippet.output.split()
+
+
+def test_every_public_name_has_a_section() -> None:
+    headings = re.findall(r"^#+ (.*)$", "\n".join(page.read_text() for page in API_PAGES), re.MULTILINE)
+    told = {name for heading in headings for name in re.findall(r"`(?:lamina\.)?(\w+)", heading)}
+    assert not sorted(set(lamina.__all__) - told - {"optim"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
