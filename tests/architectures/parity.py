@@ -33,7 +33,8 @@ class Parity:
 
     name: str
     worst: dict[str, float]  # by parameter: largest difference from one process; NaN counts as infinite
-    still: tuple[str, ...]  # parameters that three steps of AdamW did not move: their parity would prove nothing
+    still: tuple[str, ...]  # parameters that three steps of AdamW did not move: their parity proves nothing
+    gathers: int
     refusal: str = ""  # the named error with which `lamina.shard` refused it
 
     @property
@@ -45,33 +46,34 @@ class Parity:
         return "equal" if worst <= TOLERANCE else f"off by {worst:.0e}"
 
 
-def compare(names: Sequence[str]) -> list[Parity]:
-    """To be run on every rank; the models are built here."""
+def compare(names: Sequence[str], same_data: bool = False) -> list[Parity]:
+    """To be run on every rank; the models are built here. `same_data`: all ranks train on rank 0's part, a fault."""
     torch.set_default_dtype(torch.float64)
     found = []
     for name in names:
         try:
             with in_double():
-                found.append(_compare(ARCHITECTURES[name]))
+                found.append(_compare(ARCHITECTURES[name], 0 if same_data else dist.get_rank()))
         except Exception as error:
             error.add_note(f"in {name}")
             raise
     return found
 
 
-def _compare(entry: Architecture) -> Parity:
+def _compare(entry: Architecture, rank: int) -> Parity:
     model = entry.build()
     start = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
     plain = copy.deepcopy(model)
     try:
         model = lamina.shard(model, "zero3", precision=lamina.Precision(master=torch.float64))
     except lamina.UnitError as error:
-        return Parity(entry.name, {}, (), str(error))
+        return Parity(entry.name, {}, (), 0, str(error))
     expected = train_alone(entry, plain, dist.get_world_size())
-    found = train_sharded(entry, model, dist.get_rank())
+    found = train_sharded(entry, model, rank)
     assert found.keys() == expected.keys()
     worst = {key: _difference(found[key], expected[key]) for key in found}
-    return Parity(entry.name, worst, tuple(key for key in start if torch.equal(start[key], expected[key])))
+    still = tuple(key for key in start if torch.equal(start[key], expected[key]))
+    return Parity(entry.name, worst, still, lamina.report(model).gathers)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

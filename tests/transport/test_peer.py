@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import gc
 import os
 import signal
@@ -20,10 +19,9 @@ from harness import RankFailure, expect_error, run_ranks
 from lamina.core.slots import SlotState
 from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import PeerGatherer
-from lamina.transport import shared_memory
 from lamina.transport.peer import Counter, check_epochs
 from parity.models import UNITS, build, language_batch
-from parity.reference import TOLERANCE, Recipe, gradient_deviation, one_process, sharded
+from parity.reference import TOLERANCE, Recipe, one_process, sharded
 
 TRIPLES = {
     2: [(2, 2, 2)],
@@ -186,22 +184,34 @@ def test_a_change_on_one_rank_reaches_all(triple: tuple[int, int, int]) -> None:
             assert before <= TOLERANCE and after <= TOLERANCE, (rank, changed_numel)
 
 
-def change_between_forward_and_backward() -> float:
-    """With one slot the backward gathers anew: it must read the weights of its forward."""
-    model, plain = shard_by_peer(build(), slots=1), build()
-    model(tokens()).square().sum().backward()
-    model.zero_grad()
-    loss = model(tokens()).square().sum()
+def change_after_publishing() -> list[tuple[bool, bool]]:
+    """Whether gathers after a change give the old weights before the next `publish()`, and the new ones after it."""
+    model = shard_by_peer(build(), slots=9)
+    gatherer, units = gatherer_of(model), RUNTIMES[model].units
+    old = {name: p.detach() for name, p in build().named_parameters()}
+
+    def gather(scale: float) -> list[bool]:
+        equal = []
+        for unit in units:
+            assert unit.slot is not None
+            gatherer.start(unit, unit.slot)
+            gatherer.finish(unit.slot)
+            pairs = zip(unit.layout.params, unit.slot.fulls, strict=True)
+            equal.append(all(torch.equal(full, scale * old[spec.name]) for spec, full in pairs))
+        return equal
+
+    gatherer.publish(units)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(3)
-    loss.backward()
-    plain(tokens()).square().sum().backward()
-    return gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()})
+            p.mul_(2)
+        before = gather(1.0)
+        gatherer.publish(units)
+        return list(zip(before, gather(2.0), strict=True))
 
 
-def test_a_backward_reads_the_version_of_its_forward() -> None:
-    assert max(run_ranks(2, change_between_forward_and_backward)) <= TOLERANCE
+def test_a_version_holds_until_the_next_publish() -> None:
+    for found in run_ranks(2, change_after_publishing):
+        assert found == [(True, True)] * 6
 
 
 def keep_after_a_change() -> tuple[float, float]:
@@ -379,92 +389,3 @@ def one_forward_more_on_rank_0() -> None:
 def test_an_extra_forward_on_one_rank_is_a_named_error() -> None:
     words = ["rank 0", "rank 1", "forward", "backward"]
     expect_error(2, one_forward_more_on_rank_0, error="Disagreement", contains=words, timeout=20)
-
-
-def memfds() -> int:
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found += "memfd:lamina" in os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            pass  # the listing's own
-    return found
-
-
-def make_and_drop() -> tuple[int, int, int]:
-    gc.collect()
-    before = memfds()
-    model = shard_by_peer(build())
-    sharded(model, one_process(build(), 2, Recipe(steps=1)), Recipe(steps=1))
-    during = memfds()
-    dist.barrier()
-    del model
-    gc.collect()
-    return before, during, memfds()
-
-
-def test_a_dropped_model_frees_its_memory() -> None:
-    for before, during, after in run_ranks(2, make_and_drop):
-        assert before == after == 0 and during > 0
-
-
-# ---- where it cannot be --------------------------------------------------------------------------------------------
-
-
-def on_hosts(hosts: list[str], triple: tuple[int, int, int]) -> str:
-    real = shared_memory.host_id
-    shared_memory.host_id = lambda: hosts[dist.get_rank()]
-    try:
-        model = shard_by_peer(build(), lamina.Strategy(*triple))
-    finally:
-        shared_memory.host_id = real
-    return lamina.report(model).transport
-
-
-def test_ranks_of_two_hosts_are_refused() -> None:
-    words = ["one host", "rank 0 on", "rank 1 on", "transport='c10d'"]
-    expect_error(2, on_hosts, ["a", "b"], (2, 2, 2), error="TransportError", contains=words)
-
-
-def test_gather_groups_may_be_on_different_hosts() -> None:
-    assert run_ranks(4, on_hosts, ["a", "a", "b", "b"], (2, 2, 2)) == ["peer"] * 4
-    words = ["rank 2 on", "rank 3 on"]
-    expect_error(4, on_hosts, ["a", "a", "b", "c"], (2, 2, 2), error="TransportError", contains=words)
-
-
-def without_memory() -> None:
-    def refuse(fd: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    real = os.posix_fallocate
-    if dist.get_rank() == 1:
-        os.posix_fallocate = refuse
-    try:
-        shard_by_peer(build())
-    finally:
-        os.posix_fallocate = real
-
-
-def test_too_little_memory_on_one_rank_is_an_error_on_all() -> None:
-    words = ["bytes of shared memory", "No space left", "rank 1 of 2", "transport='c10d'"]
-    expect_error(2, without_memory, error="TransportError", contains=words)
-
-
-def open_other_things() -> tuple[str, str, bool]:
-    """A ticket leads to its region or nowhere; a peer's region is not to be written."""
-    model = shard_by_peer(build())
-    peers = gatherer_of(model).peers
-    other = peers.others[1 - dist.get_rank()]
-    messages = []
-    ticket = peers.own.ticket
-    for changes in ({"inode": ticket.inode + 1}, {"fd": 9999}):
-        wrong = shared_memory.Ticket(**{**vars(ticket), **changes})
-        with pytest.raises(OSError) as caught:
-            shared_memory.PeerRegion(wrong)
-        messages.append(str(caught.value))
-    return messages[0], messages[1], other.counters.flags.writeable
-
-
-def test_a_ticket_opens_its_region_only() -> None:
-    for another, missing, writeable in run_ranks(2, open_other_things):
-        assert "another file" in another and "No such file" in missing and not writeable

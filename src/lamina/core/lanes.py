@@ -8,9 +8,10 @@ against this interface.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-
 import torch
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Lane:
@@ -19,10 +20,9 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Work inside is queued on this lane."""
-        yield
+        return _NOTHING
 
     def mark(self) -> Mark | None:
         """The point that this lane has reached."""
@@ -50,10 +50,8 @@ class StreamLane(Lane):
     def _current(self) -> torch.cuda.Stream:
         return self.stream or torch.cuda.current_stream(self.device)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        with torch.cuda.stream(self._current()):
-            yield
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return torch.cuda.stream(self._current())
 
     def mark(self) -> Mark:
         return Mark(self._current())

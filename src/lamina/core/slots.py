@@ -68,7 +68,7 @@ class Slot:
 
     @property
     def has_weights(self) -> bool:
-        return self.state in (SlotState.WEIGHTS, SlotState.GATHERING)
+        return self.state is SlotState.WEIGHTS or self.state is SlotState.GATHERING
 
     def to(self, state: SlotState) -> None:
         """The only writer of `state`."""

@@ -69,13 +69,15 @@ class Gatherer:
 
     def start(self, unit: Unit, slot: Slot) -> None:
         """Issue the gather of a unit into an EMPTY slot (or over the same weights: they come out equal)."""
-        self.finish(slot)
-        slot.take_memory()
+        if slot.state is SlotState.GATHERING:
+            self.finish(slot)
+        if not slot.home:
+            slot.take_memory()
         slot.to(SlotState.GATHERING)
         unit.gathers += unit.communicates
         lane = self.lanes.gather
         lane.wait(slot.freed)
-        with torch.no_grad(), lane.running():
+        with lane.running():
             if unit.published and unit.dirty.value:
                 self._run(self._publishing_route(unit))
             route = self._routes.get(slot)

@@ -72,8 +72,10 @@ class Gradients:
 
     def drop(self, unit: Unit) -> None:
         """Forget this rank's gradients."""
-        for holder in [unit.params] if unit.slot is None else [slot.fulls for slot in unit.slots]:
-            for full in holder:
+        for full in unit.params if unit.slot is None else unit.slot.fulls:
+            full.grad = None
+        for slot in unit.overflow:
+            for full in slot.fulls:
                 full.grad = None
 
     def reduce(self, phase: Phase, unit: Unit, contribute: bool) -> None:

@@ -37,6 +37,15 @@ class Staging:
 
 
 @dataclass
+class Inbox:
+    """Where an exchange arrives; the views are made once for each source."""
+
+    inbox: Tensor  # uint8
+    source: Tensor  # uint8
+    rows: Tensor  # (members, numel)
+
+
+@dataclass
 class Partial:
     """Sums of earlier micro-batches that are not reduced to the end."""
 
@@ -75,6 +84,8 @@ class Reducer:
         self.bytes_moved = 0
         self.partials: dict[int, Partial] = {}  # by unit
         self._buffers: dict[str, Tensor] = {}
+        self._inboxes: dict[tuple[int, int, bool], Inbox] = {}  # by unit, segment, and whether it lies in its slot
+        self._stagings: dict[int, Staging] = {}  # by unit
         self._staged: Mark | None = None
 
     # ---- memory ------------------------------------------------------------------------------------------------
@@ -83,6 +94,11 @@ class Reducer:
         """A place beside the weights for a unit's gradients."""
         self.finish()
         self.lanes.compute.wait(self._staged)
+        if unit.index not in self._stagings:
+            self._stagings[unit.index] = self._make_staging(unit)
+        return self._stagings[unit.index]
+
+    def _make_staging(self, unit: Unit) -> Staging:
         segments = [
             self._scratch(f"staging {number}", segment.numel, self.wire_dtype(segment.compute), unit.mesh.device)
             for number, segment in enumerate(unit.layout.segments)
@@ -107,6 +123,8 @@ class Reducer:
         held = self._buffers.get(role)
         if held is None or held.numel() < size_bytes:
             held = self._buffers[role] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            self._inboxes.clear()  # views of what is replaced
+            self._stagings.clear()
         return held[:size_bytes]
 
     def _scratch(self, role: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -130,18 +148,18 @@ class Reducer:
         unit.make_gradients()
         lane = self.lanes.reduce
         lane.wait(self.lanes.compute.mark())
-        with torch.no_grad(), lane.running():
+        with lane.running():
             target = self._target(unit, last, defer)
-            held = self.partials.get(unit.index)
+            held, stable = self.partials.get(unit.index), True
             if target == 0 or (held is not None and held.climbed == 0):
-                sources = self._add_whole(unit, sources)
+                sources, stable = self._add_whole(unit, sources), False
                 self._release(slot)
                 slot = None
                 if target == 0:
                     return
                 del self.partials[unit.index]
             self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor)
-            self._send(self.pending, sources)
+            self._send(self.pending, sources, stable)
         if lane is not self.lanes.compute:
             self.finish()  # everything is queued on the lane: the host has nothing to wait for
 
@@ -152,7 +170,7 @@ class Reducer:
             return
         for work in pending.works:
             self.control.wait(work)
-        with torch.no_grad(), self.lanes.reduce.running():
+        with self.lanes.reduce.running():
             self._complete(pending)
             self._release(pending.slot)
 
@@ -193,7 +211,7 @@ class Reducer:
 
     # ---- levels ------------------------------------------------------------------------------------------------
 
-    def _send(self, pending: Pending, sources: Sequence[Tensor]) -> None:
+    def _send(self, pending: Pending, sources: Sequence[Tensor], stable: bool) -> None:
         """The first exchange, which runs beside what compute does next."""
         unit, mesh = pending.unit, pending.unit.mesh
         first = next((i for i, g in enumerate(mesh.reduce[: pending.target]) if not g.is_trivial), None)
@@ -202,7 +220,8 @@ class Reducer:
         for number, (segment, source) in enumerate(zip(unit.layout.segments, sources, strict=True)):
             rows = source.view(1, -1)
             if segment.trainable and first is not None:
-                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works)
+                key = (unit.index, number, pending.slot is not None) if stable else None
+                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key)
             elif segment.trainable and pending.replicated:
                 total = self._scratch(f"sum {number}", source.numel(), gradient_dtype(segment.master), source.device)
                 self.bytes_moved += 2 * total.nbytes
@@ -210,17 +229,36 @@ class Reducer:
                 rows = total.view(1, -1)
             pending.rows.append(rows)
 
-    def _exchange(self, group: Group, source: Tensor, role: str, works: list[dist.Work | None]) -> Tensor:
-        """Every member's part for this rank, (members, numel / members); already summed where there is one row."""
+    def _exchange(
+        self,
+        group: Group,
+        source: Tensor,
+        role: str,
+        works: list[dist.Work | None],
+        key: tuple[int, int, bool] | None = None,
+    ) -> Tensor:
+        """Every member's part for this rank, (members, numel / members); already summed where there is one row.
+
+        `key`: the source lies at the same place every time.
+        """
         self.bytes_moved += source.nbytes
-        numel = source.numel() // group.size
         if self.use_inbox or source.dtype.itemsize == 2:
-            inbox = self._scratch(role, source.numel(), source.dtype, source.device)
-            works.append(self.transport.all_to_all(group, as_bytes(inbox), as_bytes(source)))
-            return inbox.view(group.size, numel)
+            route = self._inboxes.get(key) if key is not None else None
+            if route is None:
+                route = self._inbox_for(group, source, role)
+                if key is not None:
+                    self._inboxes[key] = route
+            works.append(self.transport.all_to_all(group, route.inbox, route.source))
+            return route.rows
+        numel = source.numel() // group.size
         own = source[group.place * numel : (group.place + 1) * numel]
         works.append(self.transport.reduce_scatter(group, own, source))
         return own.view(1, numel)
+
+    def _inbox_for(self, group: Group, source: Tensor, role: str) -> Inbox:
+        inbox = self._scratch(role, source.numel(), source.dtype, source.device)
+        rows = inbox.view(group.size, -1)
+        return Inbox(as_bytes(inbox), as_bytes(source), rows)
 
     def _complete(self, pending: Pending) -> None:
         unit, climbed = pending.unit, pending.climbed

@@ -53,10 +53,17 @@ class Residency:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
         if slot is None or (slot.pins and slot.state is SlotState.WEIGHTS):
             return False  # the same weights, in use
-        return any(other.pins for other in slot.shares)
+        for other in slot.shares:
+            if other.pins:
+                return True
+        return False
 
     def weights_in(self, unit: Unit, wanted: Slot | None) -> Slot:
         """The slot that a use reads, its weights there: the wanted one if one is given, else any. Note [Room] 3."""
+        home = unit.slot
+        if home is not None and (wanted is None or wanted is home) and home.has_weights:
+            self.gatherer.finish(home)
+            return home
         holder = next((slot for slot in unit.slots if slot.has_weights), None)
         assert holder is not None, f"{unit.name} was not gathered"
         slot = holder if wanted is None else wanted
@@ -79,6 +86,8 @@ class Residency:
     def empty(self, unit: Unit) -> None:
         """Forget a unit's weights where no use reads them."""
         for slot in unit.slots:
+            if slot.state is SlotState.EMPTY:
+                continue
             self.gatherer.finish(slot)
             if slot.state is SlotState.WEIGHTS and slot.pins == 0:
                 slot.to(SlotState.EMPTY)
@@ -116,7 +125,10 @@ class Residency:
     def _is_blocked(self, slot: Slot) -> bool:
         if slot.state is SlotState.GRADS:
             return True
-        return any(other.pins or other.state is SlotState.GRADS for other in slot.shares)
+        for other in slot.shares:
+            if other.pins or other.state is SlotState.GRADS:
+                return True
+        return False
 
     def _finish_sharing_reduction(self, slot: Slot) -> None:
         """Note [Reduction] 5: at a moment that the program fixes."""
@@ -126,10 +138,11 @@ class Residency:
 
     def _evict_sharing(self, slot: Slot) -> None:
         for other in slot.shares:
-            self.gatherer.finish(other)
-            if other.state is SlotState.WEIGHTS:
+            if other.state is not SlotState.EMPTY:
+                self.gatherer.finish(other)
                 other.to(SlotState.EMPTY)
-            self.lanes.gather.wait(other.freed)
+            if other.freed is not None:
+                self.lanes.gather.wait(other.freed)
 
     def _copy(self, unit: Unit, source: Slot, target: Slot) -> None:
         self.gatherer.finish(source)

@@ -94,7 +94,8 @@ class Unit:
     @property
     def is_ready(self) -> bool:
         """Whether its weights are here, or on their way."""
-        return self.plain or any(slot.has_weights for slot in self.slots)
+        home = self.slot
+        return home is None or home.has_weights or any(slot.has_weights for slot in self.overflow)
 
     # ---- masters -----------------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class Unit:
     def note_existing_gradients(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make_gradients()
-        count = sys.getrefcount
+        held = _held_elsewhere(self.grad_views)
         for i, view in enumerate(self.grad_views):
             grad = self.params[i].grad
             self.valid[i] = self.had[i] = grad is not None
@@ -281,8 +282,7 @@ class Unit:
                 self.valid[i] = False  # hooks are to see the new gradient alone
                 self.earlier[i] = local_of(grad).clone()
             if grad is None:
-                # a gradient that only we know is referenced by the list, by `view` and by getrefcount's argument
-                if count(view) > 3 or (type(view) is Shard and count(view.local) > 2):
+                if held[i]:
                     self._leave_to_the_user(i)
             elif grad is not view:
                 local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
@@ -322,6 +322,20 @@ class Unit:
             hook(param)
 
 
+def _held_elsewhere(views: list[Tensor]) -> list[bool]:
+    """Which gradients anybody but this list refers to, as the object or as its `.local`."""
+    count = sys.getrefcount
+    return [count(v) > _ALONE or (type(v) is Shard and count(v.local) > _ALONE_LOCAL) for v in views]
+
+
+def _references_when_alone() -> tuple[int, int]:
+    """What `sys.getrefcount` says, in a list comprehension like the one above, of objects that nobody else holds."""
+    count = sys.getrefcount
+    spec = ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None)
+    shards = [Shard(torch.zeros(1), spec)]
+    return [count(v) for v in shards][0], [count(v.local) for v in shards][0]
+
+
 def local_of(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, Shard) else tensor
 
@@ -337,6 +351,7 @@ def _further_axes(param: nn.Parameter) -> tuple[tuple, GlobalSpec | None]:
     return ((part[0],), part[1]) if part is not None else ((), None)
 
 
+_ALONE, _ALONE_LOCAL = _references_when_alone()
 PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (group, GlobalSpec)
 
 

@@ -11,7 +11,6 @@ Note [c10d]
 from __future__ import annotations
 
 import datetime
-import time
 import warnings
 from typing import Protocol
 
@@ -65,28 +64,32 @@ class C10d:
         return dist.all_to_all_single(inbox, source, group=group.pg)
 
     def reduce_scatter(self, group: Group, part: Tensor, source: Tensor) -> dist.Work | None:
-        work = _reduce_scatter(as_real(part), as_real(source), group=group.pg, async_op=self.asynchronous)
-        return PolledWork(work) if self.asynchronous else work  # type: ignore[return-value]
+        if not self.asynchronous:
+            return _reduce_scatter(as_real(part), as_real(source), group=group.pg)
+        guard = dist.all_reduce(torch.zeros(1), group=group.pg, async_op=True)
+        work = _reduce_scatter(as_real(part), as_real(source), group=group.pg, async_op=True)
+        return GuardedWork(guard, work)  # type: ignore[return-value]
 
     def all_reduce(self, group: Group, tensor: Tensor) -> dist.Work | None:
         return dist.all_reduce(as_real(tensor), group=group.pg, async_op=self.asynchronous)
 
 
-class PolledWork:
-    """Gloo's reduce-scatter ignores the time limit of `wait`: a rank in it could not say where it waits."""
+class GuardedWork:
+    """Gloo's reduce-scatter ignores the time limit of `wait` and never says that it has ended.
 
-    def __init__(self, work: dist.Work) -> None:
-        self.work = work
+    A one-element all-reduce before it ends only when all ranks have come to the reduction; that one can be waited for
+    with a limit, so that a rank in it can say where it waits.
+    """
+
+    def __init__(self, guard: dist.Work, work: dist.Work) -> None:
+        self.guard, self.work = guard, work
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Like `Work.wait`; raises RuntimeError when the time is over."""
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        pause = 1e-5
-        while not self.work.is_completed():
-            if deadline is not None and time.monotonic() > deadline:
-                raise RuntimeError("Operation timed out!")
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
+        if timeout is None:
+            self.guard.wait()
+        else:
+            self.guard.wait(timeout)
         return self.work.wait()
 
 
