@@ -34,6 +34,7 @@ class Case(NamedTuple):
     recompute: str | int
     slots: int
     debug: bool
+    transport: str = "c10d"
 
     def shard(self) -> LanguageModel:
         by_user = self.recompute in ("reentrant", "non-reentrant")
@@ -44,6 +45,7 @@ class Case(NamedTuple):
             units=UNITS,
             recompute="none" if by_user else self.recompute,
             slots=self.slots,
+            transport=self.transport,
             start="trust",
         )
 
@@ -91,6 +93,24 @@ def check(results: list[tuple[Case, Recipe, float]]) -> None:
 @pytest.mark.parametrize("world", sorted(TRIPLES))
 def test_three_steps_equal_one_process(world: int, recompute: str | int) -> None:
     for results in run_ranks(world, run_row, recompute, timeout=120):
+        check(results)
+
+
+def run_peers() -> list[tuple[Case, Recipe, float]]:
+    world = dist.get_world_size()
+    recipes = [Recipe(accumulation=accumulation) for accumulation in ACCUMULATION]
+    expected = {recipe.micro_batches: one_process(build(), world, recipe) for recipe in recipes}
+    results = []
+    for number, recompute in enumerate(RECOMPUTE):
+        for triple in (t for t in TRIPLES[world] if t[0] == t[2] > 1):
+            case = Case(triple, recompute, 1 + number % 3, number % 2 == 0, "peer")
+            results += run_case(case, recipes[number % 2 :: 2], expected)
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_peer_transport_equals_one_process(world: int) -> None:
+    for results in run_ranks(world, run_peers, timeout=120):
         check(results)
 
 

@@ -25,13 +25,18 @@ SILENT_SECONDS = 3.0  # how long a rank waits before it says where
 
 @dataclass
 class Position:
-    """Where a rank is: comparable over ranks by `phase` and `mode`, readable by `words`. Written at every step."""
+    """Where a rank is: comparable over ranks by `place`, readable by `words`. Written at every step."""
 
     phase: int = 0
     mode: str = "start"
     kind: str = "start"
     verb: str = ""
     unit: str = ""
+
+    @property
+    def place(self) -> str:
+        """Ranks that wait at different places wait for ever."""
+        return f"{self.phase} {self.kind} {self.mode}"
 
     @property
     def words(self) -> str:
@@ -96,13 +101,15 @@ class Control:
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=POLL_SECONDS))
-                return
+                break
             except RuntimeError as error:
                 if "timed out" not in str(error).lower():
                     raise Disagreement(self._left(error)) from error
                 waited = time.monotonic() - started
                 if waited > SILENT_SECONDS:
                     self._compare_positions(final=waited > SILENT_SECONDS + 2 * POLL_SECONDS)
+        if time.monotonic() - started > SILENT_SECONDS:
+            self._store.set(f"at/{self.rank}", json.dumps(None))
 
     def _left(self, error: RuntimeError) -> str:
         return f"rank {self.rank} lost a peer while waiting in {self.position.words}: {str(error).splitlines()[0]}"
@@ -112,14 +119,14 @@ class Control:
         if self._store.check(["error"]):
             raise Disagreement(self._store.get("error").decode())
         here = self.position
-        self._store.set(f"at/{self.rank}", json.dumps([here.phase, here.mode, here.words, time.time()]))
+        self._store.set(f"at/{self.rank}", json.dumps([here.place, here.words, time.time()]))
         if not final:
             return
         others = {rank: self._posted(rank) for rank in range(self.world) if rank != self.rank}
         if any(post is None for post in others.values()):
             return  # somebody is not waiting: merely slow
-        for rank, (phase, mode, words) in others.items():
-            if (phase, mode) != (here.phase, here.mode):
+        for rank, (place, words) in others.items():
+            if place != here.place:
                 message = (
                     f"ranks disagree: rank {self.rank} waits in {here.words}, rank {rank} waits in {words}. Forward, "
                     "backward and step must follow in the same order on every rank; evaluating, saving or skipping a "
@@ -128,12 +135,14 @@ class Control:
                 self._store.set("error", message)
                 raise Disagreement(message)
 
-    def _posted(self, rank: int) -> tuple[int, str, str] | None:
+    def _posted(self, rank: int) -> tuple[str, str] | None:
         """What another rank said about its waiting, if it said so just now."""
         if not self._store.check([f"at/{rank}"]):
             return None
-        phase, mode, words, when = json.loads(self._store.get(f"at/{rank}"))
-        return (phase, mode, words) if time.time() - when < 3 * POLL_SECONDS else None
+        post = json.loads(self._store.get(f"at/{rank}"))
+        if post is None or time.time() - post[2] > 3 * POLL_SECONDS:
+            return None
+        return post[0], post[1]
 
 
 class Flags:

@@ -76,6 +76,7 @@ class Engine:
         self.last_forward = next(_forwards)
         self._drop_stale()
         self._open(Key(Kind.FORWARD, torch.is_grad_enabled(), entry, self.resident), owner)
+        self.gatherer.publish(self.units)
 
     def _drop_stale(self) -> None:
         for unit in self.units:
@@ -88,7 +89,6 @@ class Engine:
             if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
                 self.residency.empty(unit)
         self.resident = self.residency.here()
-        self.gatherer.publish(self.units)
 
     def _begin_backward(self, task: int) -> None:
         key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, "defer" if self.gradients.defer else "", self.resident)
@@ -367,6 +367,7 @@ class Engine:
         if self.phase is None:
             self._drop_stale()
             self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units)
+            self.gatherer.publish(self.units)
         phase = self._current()
         for unit in units:
             slot = self.enter(unit, Op.FORWARD)
