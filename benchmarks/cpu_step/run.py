@@ -165,7 +165,8 @@ def main() -> None:
             mp.spawn(memory_of, (folder, way, 6), nprocs=WORLD)
             memory[way] = max(int((Path(folder) / f"{way}-{rank}").read_text()) for rank in range(WORLD))
     parameters = sum(p.numel() for p in GPT().parameters())
-    print(f"{parameters / 1e6:.1f} M parameters, {WORLD} Gloo ranks, {BATCH} x {LENGTH} tokens a rank, torch {torch.__version__}")
+    size = f"{parameters / 1e6:.1f} M parameters"
+    print(f"{size}, {WORLD} Gloo ranks, {BATCH} x {LENGTH} tokens a rank, torch {torch.__version__}")
     print(f"{'way':>8} {'ms':>8} {'of lamina':>10}  (min - max)  {'peak MiB':>9}")
     rows = []
     for way in WAYS:

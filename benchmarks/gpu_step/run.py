@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from model import Block, Model
+from model import Model
 
 WAYS = ("reference", "fsdp2-fp32", "fsdp2-bf16", "lamina")
 LENGTH = 2048
@@ -85,7 +86,7 @@ def fsdp2(size: str, reduce: torch.dtype) -> Step:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     blocks = list(model.blocks)
-    for block, following in zip(blocks, blocks[1:], strict=False):
+    for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
@@ -104,7 +105,9 @@ def seeded(size: str) -> Model:
         return Model(size)
 
 
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable = nn.utils.clip_grad_norm_) -> Step:
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable = nn.utils.clip_grad_norm_
+) -> Step:
     def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
         loss = model(tokens, targets)
         loss.backward()
@@ -206,7 +209,8 @@ def main() -> None:
     rows = []
     for way in options.ways.split(","):
         with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command = [*launcher, "--nproc-per-node", str(options.gpus)]
             command += [__file__, "--way", way, "--result", result.name, "--size", options.size]
             command += ["--tokens", str(options.tokens), "--steps", str(options.steps), "--rounds", str(options.rounds)]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -222,7 +226,8 @@ def show(rows: list[dict], options: argparse.Namespace) -> None:
     card = torch.cuda.get_device_name()
     print(f"{options.size}, {options.tokens} tokens a GPU, {options.gpus} x {card}, torch {torch.__version__}")
     base = next((row["losses"] for row in rows if row["way"] == "reference"), None)
-    print(f"{'way':>11} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {'used':>6} {'alloc':>6} {'resv':>6}  deviation  last loss")
+    sizes = f"{'used':>6} {'alloc':>6} {'resv':>6}"
+    print(f"{'way':>11} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {sizes}  deviation  last loss")
     for row in rows:
         row["deviation"] = None if base is None else max(abs(a - b) for a, b in zip(row["losses"], base, strict=True))
         print(

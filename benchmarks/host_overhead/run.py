@@ -115,7 +115,8 @@ def main() -> None:
             for name, step in steps.items():
                 times[name].append(per_unit_us(step, options.repeats))
         added = {
-            name: [t - p for t, p in zip(times[name][1:], times["plain"][1:], strict=True)] for name in ("lamina", "FSDP2")
+            name: [t - p for t, p in zip(times[name][1:], times["plain"][1:], strict=True)]
+            for name in ("lamina", "FSDP2")
         }
         ratios = [a / b for a, b in zip(added["lamina"], added["FSDP2"], strict=True)]
         rows.append(
@@ -129,7 +130,8 @@ def main() -> None:
                 "ratio_max": round(max(ratios), 3),
             }
         )
-    print(f"torch {torch.__version__}, {platform.machine()}, {UNITS} units, added host time per unit, forward + backward")
+    where = f"torch {torch.__version__}, {platform.machine()}"
+    print(f"{where}, {UNITS} units, added host time per unit, forward + backward")
     print(f"{'parameters':>10} {'plain us':>9} {'lamina +us':>11} {'FSDP2 +us':>10} {'ratio':>7}  (min - max)")
     for row in rows:
         print(
@@ -137,7 +139,8 @@ def main() -> None:
             f"{row['ratio_median']:>7}  ({row['ratio_min']} - {row['ratio_max']})"
         )
     if options.save is not None:
-        options.save.write_text(json.dumps({"torch": torch.__version__, "machine": platform.machine(), "rows": rows}, indent=1))
+        saved = {"torch": torch.__version__, "machine": platform.machine(), "rows": rows}
+        options.save.write_text(json.dumps(saved, indent=1))
     dist.destroy_process_group()
 
 

@@ -33,7 +33,8 @@ def plan(model: Any, **options: Any) -> NoReturn:
 
 def save(path: str, model: Any, optimizer: Any = None, *, extra: Any = None, wait: bool = True) -> NoReturn:
     """Write a checkpoint, each rank its own shards."""
-    _not_built("save()", "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` works on sharded models")
+    way = "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` works on sharded models"
+    _not_built("save()", way)
 
 
 def load(path: str, model: Any, optimizer: Any = None, *, strict: bool = True) -> NoReturn:
@@ -48,4 +49,5 @@ def latest(folder: str) -> NoReturn:
 
 def export(path: str, model: Any, **options: Any) -> NoReturn:
     """Write a Hugging Face folder."""
-    _not_built("export()", "`with lamina.gathered(model): model.save_pretrained(path)` on every rank, rank 0's folder being kept")
+    way = "`with lamina.gathered(model): model.save_pretrained(path)` on every rank, rank 0's folder being kept"
+    _not_built("export()", way)

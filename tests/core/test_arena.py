@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +40,7 @@ def test_no_two_units_that_live_together_share_a_byte(demands: list[Demand], slo
             for u in window
             if demands[u].size_bytes
         )
-        for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (begin, _) in pairwise(spans):
             assert end <= begin
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +73,7 @@ def test_ranges_nest_and_a_group_shares_what_it_splits() -> None:
                 assert {range_of(factors, member, depth) for member in members} == {outer}
                 pieces = [range_of(factors, member, depth + 1) for member in members]
                 assert pieces[0][0] == pytest.approx(outer[0]) and pieces[-1][1] == pytest.approx(outer[1])
-                for (_, end), (begin, _) in zip(pieces, pieces[1:], strict=False):
+                for (_, end), (begin, _) in pairwise(pieces):
                     assert end == pytest.approx(begin)
 
 

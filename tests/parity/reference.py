@@ -45,7 +45,7 @@ class Recipe:
 
 @dataclass
 class Trace:
-    """What one run left: by step, the gradient norm, the gradients before clipping and the parameters after the step."""
+    """What one run left, by step: gradient norm, gradients before clipping, parameters afterwards."""
 
     norms: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Models whose structure has broken other sharding runtimes; each with its units and a loss.
 
-A structure is trained like any other model: `loss(model, data, rank)` on (samples, WIDTH) inputs of one rank. `rank` lets
-ranks take different paths.
+A structure is trained like any other model: `loss(model, data, rank)` on (samples, WIDTH) inputs of one rank. With
+`rank`, ranks take different paths.
 """
 
 from __future__ import annotations

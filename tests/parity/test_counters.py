@@ -83,9 +83,10 @@ def follow_memory(strategy: str, accumulation: str) -> list[tuple[tuple[int, int
     return seen
 
 
-@pytest.mark.parametrize(
-    ("strategy", "accumulation"), [("zero3", "none"), ("zero3", "defer"), ("zero2", "each"), ("zero1", "each"), ("ddp", "none")]
-)
+FOLLOWED = [("zero3", "none"), ("zero3", "defer"), ("zero2", "each"), ("zero1", "each"), ("ddp", "none")]
+
+
+@pytest.mark.parametrize(("strategy", "accumulation"), FOLLOWED)
 def test_no_memory_grows_over_steps(strategy: str, accumulation: str) -> None:
     for seen in run_ranks(2, follow_memory, strategy, accumulation):
         assert seen[2] == seen[3] == seen[4], seen

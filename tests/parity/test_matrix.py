@@ -25,7 +25,8 @@ TRIPLES = {
     3: [(1, 1, 1), (1, 1, 3), (1, 3, 3), (3, 3, 3)],
     4: [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (1, 2, 4), (1, 4, 4), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)],
 }
-RECOMPUTE = ("none", "full", "selective", 2, "reentrant", "non-reentrant")  # the last two: torch's checkpoint, by the user
+BY_USER = ("reentrant", "non-reentrant")  # torch's own checkpoint around blocks
+RECOMPUTE = ("none", "full", "selective", 2, *BY_USER)
 ACCUMULATION = ("none", "twice", "each", "defer")
 
 
@@ -37,7 +38,7 @@ class Case(NamedTuple):
     transport: str = "c10d"
 
     def shard(self) -> LanguageModel:
-        by_user = self.recompute in ("reentrant", "non-reentrant")
+        by_user = self.recompute in BY_USER
         lamina.debug(self.debug)
         return lamina.shard(
             build(str(self.recompute) if by_user else "none"),
@@ -65,8 +66,17 @@ def recipes_of(world: int, case: Case) -> list[Recipe]:
 
 def run_row(recompute: str | int) -> list[tuple[Case, Recipe, float]]:
     world = dist.get_world_size()
-    expected = {recipe.micro_batches: one_process(build(), world, recipe) for recipe in (Recipe(), Recipe(accumulation="each"))}
-    return [result for case in cases_of(world, recompute) for result in run_case(case, recipes_of(world, case), expected)]
+    expected = references(world)
+    results = []
+    for case in cases_of(world, recompute):
+        results += run_case(case, recipes_of(world, case), expected)
+    return results
+
+
+def references(world: int) -> dict[int, Trace]:
+    """The run in one process, by number of micro-batches."""
+    recipes = (Recipe(), Recipe(accumulation="each"))
+    return {recipe.micro_batches: one_process(build(), world, recipe) for recipe in recipes}
 
 
 def run_case(case: Case, recipes: list[Recipe], expected: dict[int, Trace]) -> list[tuple[Case, Recipe, float]]:
@@ -99,8 +109,7 @@ def test_three_steps_equal_one_process(world: int, recompute: str | int) -> None
 def run_peers() -> list[tuple[Case, Recipe, float]]:
     world = dist.get_world_size()
     recipes = [Recipe(accumulation=accumulation) for accumulation in ACCUMULATION]
-    expected = {recipe.micro_batches: one_process(build(), world, recipe) for recipe in recipes}
-    results = []
+    expected, results = references(world), []
     for number, recompute in enumerate(RECOMPUTE):
         for triple in (t for t in TRIPLES[world] if t[0] == t[2] > 1):
             case = Case(triple, recompute, 1 + number % 3, number % 2 == 0, "peer")

@@ -124,7 +124,8 @@ def error_on_one() -> None:
 
 def test_ranks_that_disagree_at_the_start_are_named() -> None:
     expect_error(2, different_models, error="Disagreement", contains=["blocks.0.weight", "rank"], timeout=15)
-    expect_error(2, different_weights, error="Disagreement", contains=["first.weight", "rank 1", "broadcast"], timeout=15)
+    words = ["first.weight", "rank 1", "broadcast"]
+    expect_error(2, different_weights, error="Disagreement", contains=words, timeout=15)
     expect_error(2, different_arguments, error="Disagreement", contains=["zero2", "zero3"], timeout=15)
 
 

@@ -108,7 +108,8 @@ def values(plain: nn.Module) -> dict[str, Tensor]:
 def run_pack(pack: str) -> float:
     worst = 0.0
     for slots in (1, 3):
-        plain, model = seeded(lambda: Parent(pack)), lamina.shard(seeded(lambda: Parent(pack)), units=["blocks.*"], slots=slots)
+        plain = seeded(lambda: Parent(pack))
+        model = lamina.shard(seeded(lambda: Parent(pack)), units=["blocks.*"], slots=slots)
         for step in range(2):
             reference_step(plain, step)
             own_step(model, step)
@@ -125,7 +126,8 @@ def hooks_fire_once() -> list[str]:
     model = lamina.shard(seeded(linears), units=["blocks.*"])
     fired: list[str] = []
     for name, param in model.named_parameters():
-        param.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name if p.grad is not None else "early"))
+        note = lambda p, name=name: fired.append("early" if p.grad is None else name)  # noqa: E731
+        param.register_post_accumulate_grad_hook(note)
     own_step(model, 0)
     own_step(model, 1)
     return sorted(fired)
@@ -230,7 +232,7 @@ def test_a_caught_error_leaves_a_clean_start(where: str, strategy: str) -> None:
 def skipped_loss() -> float:
     """`if not isfinite(loss): continue`: forwards without backwards in between, and their graphs kept for a while."""
     plain, model = seeded(linears), lamina.shard(seeded(linears), units=["blocks.*"], slots=2)
-    kept, worst = [], 0.0
+    kept = []
     for step in range(4):
         loss = model(data_of(dist.get_rank(), step)).pow(2).mean()
         if step % 2 == 0:
@@ -238,8 +240,7 @@ def skipped_loss() -> float:
             continue
         loss.backward()
         reference_step(plain, step)
-    worst = gradient_deviation(model, grads(plain))
-    return worst
+    return gradient_deviation(model, grads(plain))
 
 
 def test_a_forward_without_a_backward_is_forgotten() -> None:

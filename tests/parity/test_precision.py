@@ -182,7 +182,8 @@ def born_narrow() -> tuple[set[torch.dtype], set[torch.dtype], float]:
     loss_on(model, language_batch(dist.get_rank(), SAMPLES)).backward()
     grads = {p.grad.dtype for p in model.parameters() if p.grad is not None}
     optimizer.step()
-    moved = [(p.local != before[name]).double().mean().item() for name, p in model.named_parameters() if p.local.numel()]
+    owned = [(name, p) for name, p in model.named_parameters() if p.local.numel()]
+    moved = [(p.local != before[name]).double().mean().item() for name, p in owned]
     return {p.dtype for p in model.parameters()}, grads, sum(moved) / len(moved)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +66,7 @@ def test_the_lane_rules_hold(count: int, slots: int, times_ms: list[int]) -> Non
     pairs = list(zip(program.steps, spans, strict=True))
     for lane in (COMPUTE, GATHER, REDUCE):
         own = [span for span in spans if span.lane == lane]
-        assert all(a.end_ms <= b.start_ms for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end_ms <= b.start_ms for a, b in pairwise(own))
     for position, (step, span) in enumerate(pairs):
         assert span.lane == lane_of(step.op)
         before = pairs[:position]

@@ -50,7 +50,7 @@ class Control:
         self.group, self.rank, self.world, self.name = group, rank, world, name
         self.position = Position()
         self.exchanges = 0
-        self._store = None
+        self._store: dist.PrefixStore | None = None
         if group is not None:
             store = dist.distributed_c10d._get_default_store()
             members = "-".join(map(str, dist.get_process_group_ranks(group)))
@@ -125,7 +125,9 @@ class Control:
         others = {rank: self._posted(rank) for rank in range(self.world) if rank != self.rank}
         if any(post is None for post in others.values()):
             return  # somebody is not waiting: merely slow
-        for rank, (place, words) in others.items():
+        for rank, post in others.items():
+            assert post is not None
+            place, words = post
             if place != here.place:
                 message = (
                     f"ranks disagree: rank {self.rank} waits in {here.words}, rank {rank} waits in {words}. Forward, "
@@ -137,6 +139,7 @@ class Control:
 
     def _posted(self, rank: int) -> tuple[str, str] | None:
         """What another rank said about its waiting, if it said so just now."""
+        assert self._store is not None
         if not self._store.check([f"at/{rank}"]):
             return None
         post = json.loads(self._store.get(f"at/{rank}"))

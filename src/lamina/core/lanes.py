@@ -8,8 +8,8 @@ against this interface.
 from __future__ import annotations
 
 import contextlib
-import torch
 
+import torch
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 

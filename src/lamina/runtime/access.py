@@ -20,7 +20,8 @@ def runtime_of(model: nn.Module) -> Runtime:
     runtime = RUNTIMES.get(model)
     if runtime is None:
         raise StateError(
-            f"this {type(model).__name__} is not sharded: call lamina.shard() on it first, and pass the module that it returned"
+            f"this {type(model).__name__} is not sharded: call lamina.shard() on it first, and "
+            "pass the module that it returned"
         )
     return runtime
 
@@ -57,7 +58,8 @@ def gathered(target: nn.Module | Tensor | Sequence[Tensor], write: bool = False)
     params: list[Tensor] = [target] if single else list(target)  # type: ignore[list-item]
     for param in params:
         if not isinstance(param, Tensor):
-            raise UsageError(f"gathered() takes a module, a parameter or a list of parameters, not {type(param).__name__}")
+            kind = type(param).__name__
+            raise UsageError(f"gathered() takes a module, a parameter or a list of parameters, not {kind}")
     fulls = [full_value(p) for p in params]
     yield fulls[0] if single else fulls
     _settle(params, fulls, write)
@@ -136,5 +138,6 @@ def _check_same_everywhere(name: str, full: Tensor, param: Shard) -> None:
     torch.distributed.all_reduce(bounds, op=torch.distributed.ReduceOp.MAX, group=param.spec.group)
     if int(bounds[0]) != -int(bounds[1]):
         raise StateError(
-            f"`{name}` was edited differently on different ranks inside gathered(write=True): make the same edit on every rank"
+            f"`{name}` was edited differently on different ranks inside gathered(write=True): make "
+            "the same edit on every rank"
         )

@@ -42,7 +42,9 @@ def check_same_text(control: Control, what: str, lines: Sequence[str]) -> None:
         if len(set(said)) > 1:
             groups = {line: [r for r, other in enumerate(said) if other == line] for line in said}
             parts = "; ".join(f"{name_ranks(ranks)}: {line}" for line, ranks in groups.items())
-            raise Disagreement(f"ranks have different {what}: {parts}. Build the same model with the same arguments everywhere")
+            raise Disagreement(
+                f"ranks have different {what}: {parts}. Build the same model with the same arguments everywhere"
+            )
 
 
 def check_start_weights(control: Control, names: Sequence[str], values: Sequence[Tensor]) -> None:
@@ -54,7 +56,8 @@ def check_start_weights(control: Control, names: Sequence[str], values: Sequence
         if len(set(seen)) > 1:
             others = [rank for rank, value in enumerate(seen) if value != seen[0]]
             raise Disagreement(
-                f"`{name}` starts with other values on {name_ranks(others)} than on rank 0. Seed every rank alike before "
+                f"`{name}` starts with other values on {name_ranks(others)} than on rank 0. Seed "
+                "every rank alike before "
                 "building the model (torch.manual_seed), load the same checkpoint everywhere, or type "
                 "lamina.shard(..., start='broadcast') to take rank 0's weights"
             )
@@ -76,5 +79,6 @@ def broadcast_from_first(mesh: DataMesh, value: Tensor) -> None:
     data = value.view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
     for group in (mesh.shard_group, mesh.replicas):
         if not group.is_trivial:
+            assert group.pg is not None
             source = dist.get_global_rank(group.pg, 0)
             dist.broadcast(data, src=source, group=group.pg)

@@ -69,7 +69,7 @@ def shard(
         strategy: "ddp", "zero1", "zero2", "zero3", "hsdp", or `Strategy(params=, grads=, optimizer=)`.
         mesh: a torch DeviceMesh with axes "replicate" and "shard"; further axes are left alone. None: all ranks.
         units: what is gathered together: "auto", or module classes, names, patterns, modules, lists of these.
-        precision: "bf16", `Precision(...)`, or None: compute in the parameters' own dtype. Masters are float32 or wider.
+        precision: "bf16", `Precision(...)`, or None: compute in the parameters' own dtype. Masters: at least float32.
         recompute: "none", "full", "selective", or n for every n-th block.
         transport: "auto", "c10d" or "peer".
         slots: units that have a place at the same time (3), or a budget for them in bytes.
@@ -184,7 +184,9 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     kind = mesh.device_type if mesh is not None else None
     launched = torch.distributed.is_initialized() and "nccl" in str(torch.distributed.get_backend())
     if torch.cuda.is_available() and (kind == "cuda" or (kind is None and launched)):
-        return local_cuda_device() if not torch.cuda.is_initialized() else torch.device("cuda", torch.cuda.current_device())
+        if not torch.cuda.is_initialized():
+            return local_cuda_device()
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 

@@ -257,7 +257,7 @@ def build_engine(
 def register_hooks(
     model: nn.Module, units: Sequence[Unit], engine: Engine, precision: Precision
 ) -> dict[str, ModuleHooks]:
-    """One pair of hooks for each module that opens a window; the model itself always has one: it is the root forward."""
+    """One pair of hooks for each module that opens a window; the model always has one, the root forward."""
     modules = dict(model.named_modules())
     opened: dict[str, list[Unit]] = {"": []}
     for unit in units:

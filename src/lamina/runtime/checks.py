@@ -36,7 +36,8 @@ def check(model: nn.Module) -> None:
             different = [rank for rank in ranks if rows[rank][number] != rows[ranks[0]][number]]
             if different:
                 raise Disagreement(
-                    f"replicas of unit `{name}` differ: {name_ranks(different)} hold other values than rank {ranks[0]}. "
+                    f"replicas of unit `{name}` differ: {name_ranks(different)} hold other values "
+                    f"than rank {ranks[0]}. "
                     "Something wrote to parameters on some ranks only; load the same checkpoint on all of them"
                 )
 

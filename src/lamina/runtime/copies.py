@@ -49,7 +49,8 @@ class CopiedHooks:
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         if not {entry.path for unit in self.original.units for entry in unit.entries} <= names:
             raise StateError(
-                f"this {type(module).__name__} is a part of a copied sharded model that has not run yet: call the copied "
+                f"this {type(module).__name__} is a part of a copied sharded model that has not "
+                "run yet: call the copied "
                 "model once before its parts"
             )
 

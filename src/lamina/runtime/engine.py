@@ -85,13 +85,16 @@ class Engine:
             unit.check_masters()
             unit.version += unit.dirty.value
             if unit.kept and unit.dirty.value:
-                raise StateError(f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step")
+                raise StateError(
+                    f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step"
+                )
             if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
                 self.residency.empty(unit)
         self.resident = self.residency.here()
 
     def _begin_backward(self, task: int) -> None:
-        key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, "defer" if self.gradients.defer else "", self.resident)
+        deferral = "defer" if self.gradients.defer else ""
+        key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, deferral, self.resident)
         self._open(key, task)
         self.gradients.begin()
 
@@ -274,12 +277,14 @@ class Engine:
         unit = use.unit
         if torch.is_grad_enabled() and not unit.plain and not unit.kept:
             raise StateError(
-                f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are given "
+                f"backward with create_graph=True through `{unit.name}`: its weights would be "
+                "needed after they are given "
                 "back. Type `with lamina.keep(model):` around the forward and both backwards"
             )
         if use.version != unit.version or (unit.sharded and unit.dirty.value):
             raise StateError(
-                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients would be "
+                f"the weights of `{unit.name}` were changed between its forward and this backward, "
+                "so its gradients would be "
                 "a mixture: step, load and edit after the backward, or run the forward again"
             )
         if self.phase is None:

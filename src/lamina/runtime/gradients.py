@@ -66,7 +66,7 @@ class Gradients:
         return any(gradient is not None for gradient in self.of(unit))
 
     def all_of(self, unit: Unit) -> bool:
-        """Autograd gives a leaf its gradient once a graph task: when all are there, no use of the unit is still to come."""
+        """Autograd gives a leaf its gradient once a graph task: when all are there, no use is still to come."""
         wanted = unit.wanted
         return any(wanted) and all(g is not None for g, w in zip(self.of(unit), wanted, strict=True) if w)
 

@@ -115,7 +115,8 @@ class ModuleHooks:
         if not nodes:
             if hides_tensors(output):
                 raise StateError(
-                    f"{self.title} returns a {type(output).__name__}, in which lamina finds no tensor: its backward could "
+                    f"{self.title} returns a {type(output).__name__}, in which lamina finds no "
+                    "tensor: its backward could "
                     "not be seen. Return tensors, containers of them, or an object with tensors as attributes"
                 )
             return
@@ -135,7 +136,8 @@ class ModuleHooks:
         for tensor in tensors_in(output):
             if _storage(tensor) in owned:
                 raise StateError(
-                    f"{self.title} returns its own weight, or a view of it (shape {tuple(tensor.shape)}): the memory is used "
+                    f"{self.title} returns its own weight, or a view of it (shape "
+                    f"{tuple(tensor.shape)}): the memory is used "
                     "for other weights after the forward. Return `weight.clone()`"
                 )
 

@@ -19,7 +19,8 @@ END = len(OPS)
 MASK_BITS = 62
 FIRST_MASK = 5  # column
 
-Serve = Callable[[Step, bool, bool], None]  # step, whether any rank needs the gather, whether it was this rank's request
+# The step, whether any rank needs the gather, whether it was this rank's request.
+Serve = Callable[[Step, bool, bool], None]
 
 
 class Lockstep:

@@ -49,7 +49,8 @@ def resolve_precision(given: str | Precision | None) -> Precision:
     if isinstance(given, str) and given in SHORT_NAMES:
         return Precision(compute=SHORT_NAMES[given])
     raise UsageError(
-        f"precision={given!r}: use one of {', '.join(map(repr, SHORT_NAMES))}, or lamina.Precision(compute=torch.bfloat16)"
+        f"precision={given!r}: use one of {', '.join(map(repr, SHORT_NAMES))}, or "
+        "lamina.Precision(compute=torch.bfloat16)"
     )
 
 
@@ -119,7 +120,8 @@ class WideForward:
     wide: torch.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        came = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        came = next((t.dtype for t in tensors if t.is_floating_point()), None)
         result = self.inner(*cast_tree(args, self.wide), **cast_tree(kwargs, self.wide))
         return result if came is None or came is self.wide else cast_tree(result, came)
 

@@ -33,7 +33,8 @@ SAVED_BY_SELECTIVE = frozenset(
 
 
 def check_recompute(choice: str | int) -> None:
-    if choice in ("none", "full", "selective") or (isinstance(choice, int) and not isinstance(choice, bool) and choice > 0):
+    is_count = isinstance(choice, int) and not isinstance(choice, bool) and choice > 0
+    if choice in ("none", "full", "selective") or is_count:
         return
     raise UsageError(f"recompute={choice!r}: use 'none', 'full', 'selective', or n for every n-th block")
 

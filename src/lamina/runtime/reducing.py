@@ -323,7 +323,10 @@ class Reducer:
     @staticmethod
     def _add_rows(target: Tensor, rows: Sequence[Tensor], factor: float, valid: bool) -> None:
         if not valid:
-            torch.mul(rows[0], factor, out=target) if rows[0].dtype is target.dtype else target.copy_(rows[0]).mul_(factor)
+            if rows[0].dtype is target.dtype:
+                torch.mul(rows[0], factor, out=target)
+            else:
+                target.copy_(rows[0]).mul_(factor)
             rows = rows[1:]
         for row in rows:
             target.add_(row, alpha=factor)

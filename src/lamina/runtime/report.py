@@ -54,7 +54,8 @@ class Report:
         lines = [f"{self.strategy} over {self.world} ranks, transport {self.transport}"]
         lines.append(f"{'unit':<{width}}  {'parameters':>12} {'slot':>10} {'gathers':>8} {'reduces':>8}  dtypes")
         lines += [
-            f"{u.name:<{width}}  {u.parameters:>12,} {readable_bytes(u.bytes):>10} {u.gathers:>8} {u.reduces:>8}  {u.dtypes}"
+            f"{u.name:<{width}}  {u.parameters:>12,} {readable_bytes(u.bytes):>10} "
+            f"{u.gathers:>8} {u.reduces:>8}  {u.dtypes}"
             + (f"  ({u.overflows} overflows)" if u.overflows else "")
             for u in self.units
         ]

@@ -151,7 +151,8 @@ class Residency:
                 self.reducer.finish()
             if self._is_blocked(target):
                 raise StateError(
-                    f"`{unit.name}`: its backward needs the memory in which its forward ran, and another unit that shares "
+                    f"`{unit.name}`: its backward needs the memory in which its forward ran, and "
+                    "another unit that shares "
                     "it is in use. Type slots= with a larger number in lamina.shard()"
                 )
             self._evict_sharing(target)

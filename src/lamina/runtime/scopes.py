@@ -116,7 +116,8 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
         gradients.add_tokens(count)
         weight: Tensor | float = 1.0
     else:
-        everything = _sum_over_ranks(runtime, count) if total is None else torch.as_tensor(total, device=loss_sum.device)
+        given = None if total is None else torch.as_tensor(total, device=loss_sum.device)
+        everything = _sum_over_ranks(runtime, count) if given is None else given
         weight = (1 if gradients is None else gradients.active_ranks) / everything.to(loss_sum.dtype).clamp(min=1)
     weighted = loss_sum * weight
     return weighted - weighted.detach() + shown.to(weighted.dtype)
@@ -156,7 +157,9 @@ def even(loader: Iterable[Batch]) -> Iterator[Batch]:
             flags = [row[0] for row in runtime.control.exchange([int(has)])]
             if not started and not all(flags):
                 empty = [rank for rank, flag in enumerate(flags) if not flag]
-                raise UsageError(f"lamina.even(): the loader of rank {empty[0]} is empty; every rank needs one batch at least")
+                raise UsageError(
+                    f"lamina.even(): the loader of rank {empty[0]} is empty; every rank needs one batch at least"
+                )
             if not any(flags):
                 return
             started, batch = True, item if has else batch

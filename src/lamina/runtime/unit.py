@@ -194,7 +194,8 @@ class Unit:
         spec = self.layout.params[position]
         if param.requires_grad and not spec.trainable:
             raise ParameterChanged(
-                f"`{spec.name}` was frozen when the model was sharded and requires a gradient now: its unit has no place "
+                f"`{spec.name}` was frozen when the model was sharded and requires a gradient now: "
+                "its unit has no place "
                 "for one. Set requires_grad before lamina.shard(), or build and shard the model anew"
             )
         full.requires_grad_(param.requires_grad)
@@ -310,7 +311,7 @@ class Unit:
                 self._call_hooks(position, param, grad)
 
     def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
-        """The user's hooks on a parameter see the reduced shard: tensor hooks what is new, the others what p.grad is."""
+        """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
         for hook in list((param._backward_hooks or {}).values()):
             changed = hook(grad)
             if changed is not None and changed is not grad:

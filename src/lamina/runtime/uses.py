@@ -34,7 +34,7 @@ NODE_KEY = "lamina"
 
 
 class Use:
-    """One forward visit of a unit whose graph is alive; held by the nodes of that graph only (it must not hold them)."""
+    """One forward visit of a unit whose graph is alive; held by that graph's nodes only (it must not hold them)."""
 
     __slots__ = ("unit", "slot", "version", "input_count", "waiting", "active_in", "done", "__weakref__")
 
@@ -118,7 +118,8 @@ def hides_tensors(value: Any) -> bool:
 
 def nodes_of_inputs(values: Any) -> tuple[list[Any], int]:
     """Nodes of the differentiable inputs, and how many must pass before the use has ended (0: unknown)."""
-    nodes, devices = [], set()
+    nodes: list[Any] = []
+    devices: set[Any] = set()
     for tensor in tensors_in(values):
         if tensor.requires_grad:
             devices.add(tensor.device)

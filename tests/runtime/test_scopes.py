@@ -1,0 +1,118 @@
+"""`token_mean`, `total` and `even` against one process that sees all tokens of the step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lamina
+from harness import expect_error, run_ranks
+
+COUNTS = {(0, 0): 6, (0, 1): 3, (1, 0): 2, (1, 1): 5}  # tokens of (rank, micro-batch)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def tokens_of(rank: int, micro: int, step: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    return torch.randn(COUNTS[rank, micro], 5, dtype=torch.float64, generator=generator)
+
+
+def loss_sum(model: nn.Module, data: Tensor) -> Tensor:
+    return model(data).pow(2).sum()
+
+
+def reference(micros: tuple[int, ...]) -> list[Tensor]:
+    model = build()
+    everything = torch.cat([tokens_of(rank, micro) for rank in (0, 1) for micro in micros])
+    (loss_sum(model, everything) / len(everything)).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
+    for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
+        here = p.grad.full() if isinstance(p.grad, lamina.Shard) else p.grad
+        torch.testing.assert_close(here, grad, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def weigh(strategy: str, way: str, defer: bool) -> None:
+    rank = torch.distributed.get_rank()
+    model = lamina.shard(build(), strategy, units=[nn.Linear])
+    if way == "outside":
+        data = tokens_of(rank, 0)
+        loss = lamina.token_mean(loss_sum(model, data), len(data))
+        torch.testing.assert_close(loss.detach(), loss_sum(build(), data).detach() / len(data))
+        loss.backward()
+        assert_gradients(model, reference((0,)))
+        return
+    total = lamina.total(sum(COUNTS[rank, micro] for micro in (0, 1))) if way == "given" else None
+    for micro in (0, 1):
+        data = tokens_of(rank, micro)
+        with lamina.accumulate(model, last=micro == 1, defer=defer):
+            lamina.token_mean(loss_sum(model, data), len(data), total=total).backward()
+    assert_gradients(model, reference((0, 1)))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_token_mean_is_the_mean_over_all_tokens(strategy: str) -> None:
+    run_ranks(2, weigh, strategy, "outside", False)
+    for way in ("given", "settled"):
+        for defer in (False, True):
+            run_ranks(2, weigh, strategy, way, defer)
+
+
+def run_out(strategy: str) -> None:
+    """Rank 0 has three batches, rank 1 two: the third is rank 0's alone."""
+    rank = torch.distributed.get_rank()
+    model, plain = lamina.shard(build(), strategy, units=[nn.Linear]), build()
+    batches = {r: [torch.full((2, 5), 0.1 * (3 * r + i + 1)).double() for i in range(3 - r)] for r in (0, 1)}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    steps = 0
+    for batch in lamina.even(batches[rank]):
+        model(batch).pow(2).mean().backward()
+        there = [batches[r][steps] for r in (0, 1) if steps < len(batches[r])]
+        plain(torch.cat(there)).pow(2).mean().backward()
+        assert_gradients(model, [p.grad for p in plain.parameters()])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        steps += 1
+    assert steps == 3
+    with lamina.gathered(model):
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_even_goes_on_at_weight_zero(strategy: str) -> None:
+    run_ranks(2, run_out, strategy)
+
+
+def one_loader_is_empty() -> None:
+    model = lamina.shard(build(), "zero3", units=[nn.Linear])
+    for _ in lamina.even([1, 2] if torch.distributed.get_rank() else []):
+        assert model.training
+
+
+def test_an_empty_loader_is_named() -> None:
+    expect_error(2, one_loader_is_empty, error="UsageError", contains=("rank 0", "empty"))
+
+
+def weighted_run_out() -> None:
+    """Tokens and unequal numbers of batches together."""
+    rank = torch.distributed.get_rank()
+    model, plain = lamina.shard(build(), "zero3", units=[nn.Linear]), build()
+    mine = [tokens_of(rank, micro) for micro in range(2 - rank)]
+    for number, data in enumerate(lamina.even(mine)):
+        lamina.token_mean(loss_sum(model, data), len(data)).backward()
+        there = torch.cat([tokens_of(r, number) for r in (0, 1) if number < 2 - r])
+        (loss_sum(plain, there) / len(there)).backward()
+    assert_gradients(model, [p.grad for p in plain.parameters()])
+
+
+def test_token_mean_with_a_rank_that_has_run_out() -> None:
+    run_ranks(2, weighted_run_out)
