@@ -151,8 +151,13 @@ def test_messages_say_what_to_type(strategy: str | Strategy, world: int, words: 
 
 
 def test_hsdp_on_one_node_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="all 4 ranks are on one node"):
-        resolve("hsdp", 4, 4)
+    with pytest.raises(UsageError, match="zero3"):
+        resolve("hsdp", 4, None)
+
+
+def test_hsdp_on_a_mesh_of_one_replica_is_zero3() -> None:
+    factors = resolve("hsdp", 4, 4)
+    assert (factors.params, factors.grads, factors.optimizer) == (4, 4, 4)
 
 
 def test_bytes_of_the_named_strategies() -> None:

@@ -1,8 +1,8 @@
-"""Every legal triple of factors x kind of recomputation x accumulation equals one process, in float64.
+"""Every strategy x accumulation x kind of recomputation equals one process in float64; every legal triple as well.
 
 One call on the ranks runs a whole row of the matrix: starting processes and importing torch would cost more than
-training. Slots (1, 2, 3) rotate along the rows, and so do the halves of the accumulations that run in debug mode: every
-pair of triple and recomputation, and every pair of recomputation and accumulation, runs in both modes.
+training. For the named strategies every combination runs; slots (1, 2, 3) and debug mode rotate along the rows, so that
+each pair of strategy and recomputation runs in both modes. Triples without a name take one accumulation a row.
 """
 
 from __future__ import annotations
@@ -51,25 +51,33 @@ class Case(NamedTuple):
         )
 
 
-def cases_of(world: int, recompute: str | int) -> Iterator[Case]:
+def is_named(triple: tuple[int, int, int], world: int) -> bool:
+    """Whether a strategy's name stands for it: ddp, zero1, zero2, zero3, hsdp."""
+    params, grads, optimizer = triple
+    return params == grads == optimizer or triple in ((1, 1, world), (1, world, world))
+
+
+def cases_of(world: int, recompute: str | int) -> Iterator[tuple[Case, list[Recipe]]]:
+    """Named strategies: half of the accumulations in each mode. Other triples: one case, one accumulation a row.
+
+    The same model trains once a kind of accumulation, from the start weights; programs are kept, state is not.
+    """
+    row = RECOMPUTE.index(recompute)
     for number, triple in enumerate(TRIPLES[world]):
-        for debug in (False, True):
-            slots = 1 + (number + RECOMPUTE.index(recompute) + debug) % 3
-            yield Case(triple, recompute, slots, debug)
-
-
-def recipes_of(world: int, case: Case) -> list[Recipe]:
-    """The same model trains once a kind of accumulation, from the start weights; programs are kept, state is not."""
-    parity = TRIPLES[world].index(case.triple) + RECOMPUTE.index(case.recompute) + case.debug
-    return [Recipe("adamw", accumulation) for accumulation in ACCUMULATION[parity % 2 :: 2]]
+        named = is_named(triple, world)
+        for debug in (False, True) if named else (row % 2 == 0,):
+            slots = 1 + (number + row + debug) % 3
+            turn = number + row + debug
+            chosen = ACCUMULATION[turn % 2 :: 2] if named else ACCUMULATION[turn % 4 : turn % 4 + 1]
+            yield Case(triple, recompute, slots, debug), [Recipe(accumulation=name) for name in chosen]
 
 
 def run_row(recompute: str | int) -> list[tuple[Case, Recipe, float]]:
     world = dist.get_world_size()
     expected = references(world)
     results = []
-    for case in cases_of(world, recompute):
-        results += run_case(case, recipes_of(world, case), expected)
+    for case, recipes in cases_of(world, recompute):
+        results += run_case(case, recipes, expected)
     return results
 
 

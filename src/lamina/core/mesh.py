@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.core.strategy import Factors, Level, Strategy, resolve
-from lamina.errors import UsageError
+from lamina.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,13 +71,14 @@ def build_mesh(strategy: str | Strategy, mesh: DeviceMesh | None, device: torch.
     factors = resolve(strategy, len(ranks), shard_size)
     me = ranks.index(dist.get_rank())
     whole_world = len(ranks) == dist.get_world_size()
+    if not whole_world:
+        _check_group_history(ranks)
     maker = _GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
     shard_group = maker.make(Level(factors.optimizer, 1), "reduce")  # `place` is that in the group, not the range
-    everyone = maker.make(Level(factors.world, 1), "reduce").pg
-    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, maker.control())
+    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, maker.everyone(), maker.control())
 
 
 def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:
@@ -113,6 +114,24 @@ def _ranks_per_node(world: int) -> int | None:
     return per_node.pop() if len(per_node) == 1 and len(set(names)) > 1 else None
 
 
+_meshes_of: dict[tuple[int, ...], int] = {}  # meshes built so far, by their ranks
+
+
+def _check_group_history(ranks: tuple[int, ...]) -> None:
+    """torch names a group of some ranks by how many groups this process has had: members that differ wait for ever."""
+    number = _meshes_of[ranks] = _meshes_of.get(ranks, 0) + 1
+    store = dist.PrefixStore(f"lamina/groups/{ranks}/{number}", dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), str(len(dist.distributed_c10d._world.pg_names)))
+    counts = {rank: int(store.get(str(rank))) for rank in ranks}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        raise TransportError(
+            f"the ranks of this mesh have created different numbers of process groups before ({said}), and torch cannot make a "
+            "group of some ranks then. Create the same groups on all of them, or let every rank of the world call lamina.shard() "
+            "on meshes of one init_device_mesh()"
+        )
+
+
 class _GroupMaker:
     """Creates groups in the same order on every rank; one group for the same ranks on the same lane."""
 
@@ -130,13 +149,25 @@ class _GroupMaker:
                 self._made[lane, members] = self._new([self.ranks[m] for m in members], self.backend)
         return Group(self._made[lane, mine], level.size, level.place(self.me))
 
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All data ranks, for sums: their order does not matter."""
+        if len(self.ranks) == 1:
+            return None
+        whole = Level(len(self.ranks), 1)
+        made = self._made.get(("reduce", whole.members(self.me)))
+        return made if made is not None else self._new(sorted(self.ranks), self.backend)
+
     def control(self) -> dist.ProcessGroup | None:
         """A host-side group of all data ranks."""
         if len(self.ranks) == 1:
             return None
         fake = dist.get_backend() == "fake"  # a benchmark of host time: nothing is sent
-        return self._new(list(self.ranks), backend="fake" if fake else "gloo")
+        return self._new(sorted(self.ranks), backend="fake" if fake else "gloo")
 
     def _new(self, global_ranks: list[int], backend: str | None) -> dist.ProcessGroup:
-        assert global_ranks == sorted(global_ranks), "torch orders the ranks of a group by number"
+        if global_ranks != sorted(global_ranks):
+            raise UsageError(
+                f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the mesh "
+                "axes in the order ('replicate', 'shard')"
+            )
         return dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)

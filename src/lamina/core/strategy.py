@@ -139,7 +139,7 @@ def resolve(strategy: str | Strategy, world: int, shard_size: int | None = None)
 def _hybrid_size(world: int, shard_size: int | None) -> int:
     if world == 1:
         return 1  # the same script under plain python
-    if shard_size is None or shard_size >= world:
+    if shard_size is None:
         raise UsageError(
             f"strategy='hsdp' needs ranks in groups: all {world} ranks are on one node and no mesh says otherwise. "
             "Type strategy='zero3', or give mesh=init_device_mesh(device, (replicas, shards), "

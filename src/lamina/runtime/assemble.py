@@ -29,7 +29,7 @@ from lamina.runtime.materialise import InitRecord, materialise
 from lamina.runtime.precision import Precision, spec_of
 from lamina.runtime.publishing import PeerGatherer
 from lamina.runtime.reducing import Reducer
-from lamina.runtime.unit import Entry, Unit
+from lamina.runtime.unit import PARTS, Entry, Unit
 from lamina.runtime.units import UnitPlan
 from lamina.transport.c10d import C10d
 from lamina.transport.peer import Peers
@@ -96,6 +96,7 @@ def draw_blueprint(
     layouts, meshes, plain = [], [], []
     for plan in plans:
         own = replicated if plan.replicated else mesh
+        _refuse_split([parameters[name] for name in plan.parameters], plan, own)
         specs = [spec_of(name, parameters[name], precision) for name in plan.parameters]
         layouts.append(lay_out(plan.name, specs, own.factors.optimizer))
         meshes.append(own)
@@ -107,6 +108,16 @@ def draw_blueprint(
         if not is_plain
     ]
     return Blueprint(tuple(plans), tuple(layouts), tuple(meshes), tuple(plain), encloses, _pack(demands, slots))
+
+
+def _refuse_split(params: Sequence[nn.Parameter], plan: UnitPlan, mesh: DataMesh) -> None:
+    """A part of a larger parameter must be a `Shard`, or torch's clipping counts it as a whole one."""
+    for name, param in zip(plan.parameters, params, strict=True):
+        if param in PARTS and mesh.factors.optimizer == 1 and mesh.world > 1:
+            raise UsageError(
+                f"`{name}` is a part of a larger parameter (lamina.split_parameter) and stays plain where the optimizer state is "
+                "not split, so that norms would count it as a whole: type strategy='zero1' or 'zero3'"
+            )
 
 
 def replicate_mesh(mesh: DataMesh) -> DataMesh:

@@ -294,6 +294,8 @@ class Engine:
             phase.tasks[task] = []
             phase.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             Variable._execution_engine.queue_callback(lambda: self._end_task(task))
+        for other in [u for u in phase.tasks[task] if u.opened > use.closed]:
+            self._finish_use(other)  # Note [Begin and end] 4
         use.active_in, use.waiting = task, use.input_count
         phase.tasks[task].append(use)
         use.slot = self.enter(unit, Op.BACKWARD, use.slot)

@@ -6,6 +6,7 @@ read are there) and the last after it. A forward that raises leaves by the same 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
 
 
+_moments = itertools.count(1)  # of forwards that begin and end
+
+
 @dataclass
 class Frame:
     """One call of a hooked module."""
@@ -34,6 +38,7 @@ class Frame:
     inputs: list[Any]  # autograd nodes
     input_count: int
     error_before: BaseException | None  # being handled by the caller already
+    opened: int  # number of the moment
 
 
 class ModuleHooks:
@@ -84,7 +89,7 @@ class ModuleHooks:
         if owns:
             engine.begin_forward(self, f"{self.title}.{entry}")
         slots: list[Slot | None] = []
-        self.frames.append(Frame(module, owns, slots, [], 0, error))
+        self.frames.append(Frame(module, owns, slots, [], 0, error, next(_moments)))
         try:
             for unit in self.units:
                 slots.append(engine.enter(unit, Op.FORWARD))
@@ -121,8 +126,9 @@ class ModuleHooks:
                 )
             return
         engine = self.engine
+        closed = next(_moments)
         for unit, slot in zip(self.units, frame.slots, strict=True):
-            use = Use(unit, slot, frame.input_count)
+            use = Use(unit, slot, frame.input_count, frame.opened, closed)
             for node in frame.inputs:
                 hook_of(node, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
             for node in nodes:

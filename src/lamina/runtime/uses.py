@@ -12,7 +12,8 @@ Note [Begin and end]
        when an input's node is picked, all nodes of the unit that this graph task runs have run. (AccumulateGrad runs at
        once, so gradients are there too.) With inputs on several devices there are several queues: all must pass.
     3. Without such an input it ends with the graph task.
-    4. On one node, ends come before begins: what has ended frees its slot for what begins.
+    4. By the same argument a use has ended when one begins whose forward had ended before its own began.
+    5. On one node, ends come before begins: what has ended frees its slot for what begins.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ NODE_KEY = "lamina"
 class Use:
     """One forward visit of a unit whose graph is alive; held by that graph's nodes only (it must not hold them)."""
 
-    __slots__ = ("unit", "slot", "version", "input_count", "waiting", "active_in", "done", "__weakref__")
+    __slots__ = ("unit", "slot", "opened", "closed", "version", "input_count", "waiting", "active_in", "done", "__weakref__")
 
-    def __init__(self, unit: Unit, slot: Slot | None, input_count: int) -> None:
+    def __init__(self, unit: Unit, slot: Slot | None, input_count: int, opened: int, closed: int) -> None:
         self.unit, self.slot = unit, slot
+        self.opened, self.closed = opened, closed  # when its forward began and ended, counted over all forwards
         self.version = unit.version  # of the weights that it read
         self.input_count = input_count  # input nodes that must pass before the end; 0: the end of the graph task
         self.waiting = 0
