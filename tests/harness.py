@@ -141,7 +141,8 @@ class _Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="lamina-ranks-")
         # A fork server has torch imported once: a new pool then costs a tenth of a second a rank instead of seconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # torch._dynamo: the first torch.optim optimizer of a process imports it, 1.7 s of CPU time a rank.
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
         for rank in range(world):

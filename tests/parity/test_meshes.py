@@ -143,8 +143,9 @@ def two_models_in_two_groups() -> float:
     return max(worst, sharded(whole, one_process(build(), 4, recipe), recipe))
 
 
-def test_groups_with_models_of_their_own() -> None:
-    assert max(run_ranks(4, two_models_in_two_groups, timeout=20)) <= TOLERANCE
+def test_groups_of_ranks_with_different_histories_are_named() -> None:
+    """torch would wait for ever: it names such a group by how many groups a process has had."""
+    expect_error(4, two_models_in_two_groups, error="TransportError", contains=("process groups", "rank"))
 
 
 def bytes_of_a_step(triple: tuple[int, int, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -294,7 +295,12 @@ def part_deviation(
     return worst
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 @pytest.mark.parametrize("own_clip", [False, True])
 def test_a_tensor_parallel_pair_inside_units_equals_one_process(strategy: str, own_clip: bool) -> None:
     assert max(run_ranks(4, tensor_parallel, strategy, own_clip, timeout=30)) <= TOLERANCE
+
+
+def test_parts_that_would_stay_plain_are_refused() -> None:
+    """torch's clipping would count them as whole parameters."""
+    expect_error(4, tensor_parallel, "ddp", False, error="UsageError", contains=("up.weight", "zero1"))

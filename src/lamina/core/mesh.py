@@ -59,26 +59,49 @@ class DataMesh:
         return self.factors.range_index(self.rank)
 
 
-def build_mesh(strategy: str | Strategy, mesh: DeviceMesh | None, device: torch.device) -> DataMesh:
-    """Resolve a strategy over a mesh and create the groups; collective over the ranks of the mesh."""
+@dataclass(frozen=True)
+class DataRanks:
+    """The data world before anything is split: enough to agree on what comes next."""
+
+    ranks: tuple[int, ...]  # global ranks, by data rank
+    rank: int  # this one, among them
+    shard_size: int | None  # the mesh's "shard" axis, where there are two data axes
+    control: dist.ProcessGroup | None  # all data ranks, on the host
+
+
+def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
+    """The ranks of a mesh that share data with this one, and a group to agree over. Collective over these ranks."""
     if not dist.is_initialized():
-        factors = resolve(strategy, 1, None if strategy != "hsdp" else 1)
-        one = Group(None, 1, 0)
-        return DataMesh(factors, 0, (0,), device, (one,) * 3, (one,) * 3, one, one, None, None)
+        return DataRanks((0,), 0, None, None)
     ranks, shard_size = _data_ranks(mesh)
-    if strategy == "hsdp" and shard_size is None:
-        shard_size = _ranks_per_node(len(ranks))
-    factors = resolve(strategy, len(ranks), shard_size)
-    me = ranks.index(dist.get_rank())
     whole_world = len(ranks) == dist.get_world_size()
     if not whole_world:
         _check_group_history(ranks)
+    me = ranks.index(dist.get_rank())
+    return DataRanks(ranks, me, shard_size, _GroupMaker(ranks, me, whole_world, None).control())
+
+
+def resolve_on(strategy: str | Strategy, data: DataRanks) -> Factors:
+    """Factors of a strategy over these ranks."""
+    shard_size = data.shard_size
+    if strategy == "hsdp" and shard_size is None and len(data.ranks) > 1:
+        shard_size = _ranks_per_node(data.control)
+    return resolve(strategy, len(data.ranks), shard_size)
+
+
+def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataMesh:
+    """Create the groups of all levels; collective over the data ranks."""
+    ranks, me = data.ranks, data.rank
+    if data.control is None:
+        one = Group(None, 1, 0)
+        return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, None, None)
+    whole_world = len(ranks) == dist.get_world_size()
     maker = _GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
     shard_group = maker.make(Level(factors.optimizer, 1), "reduce")  # `place` is that in the group, not the range
-    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, maker.everyone(), maker.control())
+    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, maker.everyone(), data.control)
 
 
 def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:
@@ -104,12 +127,12 @@ def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:
     return tuple(grid.flatten().tolist()), (grid.shape[-1] if len(data) == 2 else None)
 
 
-def _ranks_per_node(world: int) -> int | None:
+def _ranks_per_node(group: dist.ProcessGroup | None) -> int | None:
     """Ranks that share this rank's node, when they are fewer than all and the same on every node."""
     import socket
 
-    names: list[str | None] = [None] * world
-    dist.all_gather_object(names, socket.gethostname())
+    names: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(names, socket.gethostname(), group=group)
     per_node = {names.count(name) for name in names}
     return per_node.pop() if len(per_node) == 1 and len(set(names)) > 1 else None
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lamina.core.control import Control
-from lamina.core.mesh import DataMesh, build_mesh
+from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
 from lamina.errors import StateError, TransportError, UsageError
@@ -28,7 +28,7 @@ from lamina.runtime.assemble import (
 from lamina.runtime.copies import attach
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.hooks import add_entry_point
-from lamina.runtime.materialise import materialise_buffers
+from lamina.runtime.materialise import check_sources, materialise_buffers
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
 from lamina.runtime.publishing import open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
@@ -85,16 +85,19 @@ def shard(
         Disagreement: ranks with different models, arguments or start weights; nothing has been changed.
         InitialisationError: a parameter on meta that nothing initialises.
     """
-    chosen = _check_arguments(model, recompute, transport, start, precision)
     initialise_distributed()
-    device = _device_of(model, mesh)
-    data = build_mesh(strategy, mesh, device)
+    ranks = find_data_ranks(mesh)
     global _count
     _count += 1
-    control = Control(data.control, data.rank, data.world, str(_count))
-    blueprint = together(control, lambda: _plan(model, data, units, chosen, slots, replicate, ignore, entry_points))
+    control = Control(ranks.control, ranks.rank, len(ranks.ranks), str(_count))
+    chosen = together(control, lambda: _check_arguments(model, recompute, transport, start, precision))
     title = strategy if isinstance(strategy, str) else str(strategy)
-    check_same_text(control, "arguments or models", [f"strategy {title}", f"recompute {recompute}", *blueprint.text()])
+    check_same_text(control, "arguments", [f"strategy={title}, recompute={recompute}, transport={transport}, start={start}"])
+    factors = together(control, lambda: resolve_on(strategy, ranks))
+    device = _device_of(model, mesh)
+    data = build_mesh(factors, ranks, device)
+    blueprint = together(control, lambda: _plan(model, data, units, chosen, slots, replicate, ignore, entry_points))
+    check_same_text(control, "models", blueprint.text() + ([] if start != "check" else _whereabouts(model)))
     real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
@@ -147,6 +150,10 @@ def _check_arguments(
     return resolve_precision(precision)
 
 
+def _whereabouts(model: nn.Module) -> list[str]:
+    return [f"`{name}` {'on meta' if p.is_meta else 'given'}" for name, p in model.named_parameters()]
+
+
 def _connect(
     transport: str, control: Control, data: DataMesh, blueprint: Blueprint, device: torch.device
 ) -> Peers | None:
@@ -172,6 +179,7 @@ def _plan(
         if not callable(getattr(model, name, None)):
             raise UsageError(f"entry_points={name!r}: {type(model).__name__} has no such method")
     plans = plan_units(model, units, ignore=ignore, replicate=replicate, entry_points=entry_points)  # type: ignore[arg-type]
+    check_sources(model, list(model.named_parameters()))
     return draw_blueprint(model, plans, data, precision, slots)
 
 

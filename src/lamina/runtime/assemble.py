@@ -182,6 +182,7 @@ def build_units(
                 broadcast_from_first(unit.mesh, value)
         with torch.no_grad():
             unit.adopt_values(values)
+        del values  # one unit's values at a time
         owned = {id(entry.parameters) for entry in entries}
         unit.recurrent = [module for module in recurrent if id(module._parameters) in owned]
         units.append(unit)

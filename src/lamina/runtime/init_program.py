@@ -292,4 +292,4 @@ def unwritten_numel(ref: Ref) -> int:
             if target.dtype.itemsize != itemsize:
                 return 0  # reinterpreted bits: not followed
             mask.as_strided(target.size, target.stride, target.offset).fill_(True)
-    return int((~mask.as_strided(ref.size, ref.stride, ref.offset)).sum())
+    return int(torch.count_nonzero(~mask.as_strided(ref.size, ref.stride, ref.offset)))

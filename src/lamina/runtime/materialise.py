@@ -306,11 +306,23 @@ def _fill_canary(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def check_sources(root: nn.Module, named_parameters: NamedParameters) -> None:
+    """Raise for a meta parameter that nothing would initialise, before anything is changed."""
+    for name, parameter in named_parameters:
+        if not parameter.is_meta or recorded(parameter) is not None:
+            continue
+        parts = name.split(".")[:-1]
+        owners = [root.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
+        methods = ("reset_parameters", "_reset_parameters", "_init_weights")
+        if not any(callable(getattr(owner, method, None)) for owner in owners for method in methods):
+            raise InitialisationError(_nothing_sets(root, name, parameter.numel(), parameter.numel(), False))
+
+
 def _left(tensor: torch.Tensor) -> int:
     """How many elements still hold the canary. Exact where there is NaN; other types count only if all of them do."""
     tensor = tensor.detach()
     if _has_nan(tensor):
-        return int(torch.isnan(tensor).sum())
+        return int(torch.count_nonzero(torch.isnan(tensor)))  # `sum` would widen to 8 bytes an element
     if tensor.dtype is torch.bool:
         return 0  # both values are legal
     untouched = bool((tensor.reshape(-1).view(torch.uint8) == _CANARY_BYTE).all())

@@ -139,10 +139,7 @@ class Unit:
         factors = self.mesh.factors
         if not factors.uses_shards:
             if param.data_ptr() != local.data_ptr():
-                grad, param.grad = param.grad, None
-                param.data = local.view(spec.shape)
-                if grad is not None:
-                    param.grad = grad.to(param.dtype)
+                give_memory(param, local.view(spec.shape))
             return
         group = self.mesh.shard_group
         ranges = tuple(pieces[factors.range_index(rank)] for rank in range(factors.optimizer))
@@ -321,6 +318,18 @@ class Unit:
             local_of(grad).add_(earlier)
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
+
+
+def give_memory(param: nn.Parameter, value: Tensor) -> None:
+    """Let a plain parameter lie in `value`, which may have another dtype or device (a parameter on meta has none yet)."""
+    grad, param.grad = param.grad, None
+    if param.device.type == value.device.type:
+        param.data = value
+    else:
+        made = nn.Parameter(value, requires_grad=param.requires_grad)
+        torch._C._swap_tensor_impl(param, made)
+    if grad is not None:
+        param.grad = grad.to(param.device, param.dtype)
 
 
 def _held_elsewhere(views: list[Tensor]) -> list[bool]:
