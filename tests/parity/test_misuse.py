@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lamina
-from harness import expect_error, run_ranks
+from harness import RankFailure, expect_error, run_ranks
 from parity.reference import TOLERANCE, gradient_deviation, parameter_deviation
 from parity.structures import WIDTH, Chain
 from parity.test_outputs import data_of, grads, linears, own_step, reference_step, seeded, values
@@ -260,3 +261,26 @@ def optimizer_order(when: str) -> float:
 @pytest.mark.parametrize("when", ["before", "after a forward", "groups", "subset"])
 def test_the_optimizer_may_be_made_at_any_time(when: str) -> None:
     assert max(run_ranks(2, optimizer_order, when)) <= TOLERANCE
+
+
+def bad_argument_on_one_rank(arguments: dict[str, Any]) -> None:
+    lamina.shard(seeded(linears), **(arguments if dist.get_rank() == 1 else {}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"strategy": "zero4"}, "strategy"),
+        ({"strategy": "zero2"}, "strategy"),
+        ({"transport": "pigeon"}, "transport"),
+        ({"start": "hope"}, "start"),
+        ({"recompute": "twice"}, "recompute"),
+        ({"units": ["nothing.*"]}, "nothing.*"),
+    ],
+)
+def test_a_bad_argument_on_one_rank_is_named_on_all(arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, bad_argument_on_one_rank, arguments, timeout=20)
+    assert set(failure.value.errors) == {0, 1}
+    for error in failure.value.errors.values():
+        assert word in error.message and "rank" in error.message
