@@ -149,9 +149,9 @@ def _check_group_history(ranks: tuple[int, ...]) -> None:
     if len(set(counts.values())) > 1:
         said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
         raise TransportError(
-            f"the ranks of this mesh have created different numbers of process groups before ({said}), and torch cannot make a "
-            "group of some ranks then. Create the same groups on all of them, or let every rank of the world call lamina.shard() "
-            "on meshes of one init_device_mesh()"
+            f"the ranks of this mesh have created different numbers of process groups before ({said}), and torch "
+            "cannot make a group of some ranks then. Create the same groups on all of them, or let all ranks "
+            "call lamina.shard() on meshes of one init_device_mesh()"
         )
 
 
@@ -190,7 +190,7 @@ class _GroupMaker:
     def _new(self, global_ranks: list[int], backend: str | None) -> dist.ProcessGroup:
         if global_ranks != sorted(global_ranks):
             raise UsageError(
-                f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the mesh "
-                "axes in the order ('replicate', 'shard')"
+                f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the "
+                "mesh axes in the order ('replicate', 'shard')"
             )
         return dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)

@@ -92,7 +92,9 @@ def shard(
     control = Control(ranks.control, ranks.rank, len(ranks.ranks), str(_count))
     chosen = together(control, lambda: _check_arguments(model, recompute, transport, start, precision))
     title = strategy if isinstance(strategy, str) else str(strategy)
-    check_same_text(control, "arguments", [f"strategy={title}, recompute={recompute}, transport={transport}, start={start}"])
+    check_same_text(
+        control, "arguments", [f"strategy={title}, recompute={recompute}, transport={transport}, start={start}"]
+    )
     factors = together(control, lambda: resolve_on(strategy, ranks))
     device = _device_of(model, mesh)
     data = build_mesh(factors, ranks, device)

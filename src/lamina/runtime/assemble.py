@@ -29,7 +29,7 @@ from lamina.runtime.materialise import InitRecord, materialise
 from lamina.runtime.precision import Precision, spec_of
 from lamina.runtime.publishing import PeerGatherer
 from lamina.runtime.reducing import Reducer
-from lamina.runtime.unit import PARTS, Entry, Unit
+from lamina.runtime.unit import PARTS, Entry, Unit, refresh_flat_weights
 from lamina.runtime.units import UnitPlan
 from lamina.transport.c10d import C10d
 from lamina.transport.peer import Peers
@@ -115,8 +115,8 @@ def _refuse_split(params: Sequence[nn.Parameter], plan: UnitPlan, mesh: DataMesh
     for name, param in zip(plan.parameters, params, strict=True):
         if param in PARTS and mesh.factors.optimizer == 1 and mesh.world > 1:
             raise UsageError(
-                f"`{name}` is a part of a larger parameter (lamina.split_parameter) and stays plain where the optimizer state is "
-                "not split, so that norms would count it as a whole: type strategy='zero1' or 'zero3'"
+                f"`{name}` is a part of a larger parameter (lamina.split_parameter) and stays plain where optimizer "
+                "state is not split, so that norms would count it as a whole: type strategy='zero1' or 'zero3'"
             )
 
 
@@ -136,9 +136,7 @@ def replicate_mesh(mesh: DataMesh) -> DataMesh:
 def _encloses(plan: UnitPlan, plans: Sequence[UnitPlan]) -> bool:
     """Whether its window holds another unit's: one of its modules is an ancestor of the other's."""
     others = [m for other in plans if other is not plan for m in other.modules]
-    return any(
-        name == "" or any(inner.startswith(name + ".") for inner in others) for name in (plan.modules or ("",))
-    )
+    return any(name == "" or any(inner.startswith(name + ".") for inner in others) for name in (plan.modules or ("",)))
 
 
 def _pack(demands: Sequence[Demand], slots: int | None) -> Packing:
@@ -187,7 +185,7 @@ def build_units(
         unit.recurrent = [module for module in recurrent if id(module._parameters) in owned]
         units.append(unit)
     for module in recurrent:
-        module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+        refresh_flat_weights(module)
     return units, tuple(records)
 
 

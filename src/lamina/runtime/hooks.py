@@ -24,7 +24,6 @@ from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
 
-
 _moments = itertools.count(1)  # of forwards that begin and end
 
 

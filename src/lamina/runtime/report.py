@@ -55,8 +55,7 @@ class Report:
         lines.append(f"{'unit':<{width}}  {'parameters':>12} {'slot':>10} {'gathers':>8} {'reduces':>8}  dtypes")
         lines += [
             f"{u.name:<{width}}  {u.parameters:>12,} {readable_bytes(u.bytes):>10} "
-            f"{u.gathers:>8} {u.reduces:>8}  {u.dtypes}"
-            + (f"  ({u.overflows} overflows)" if u.overflows else "")
+            f"{u.gathers:>8} {u.reduces:>8}  {u.dtypes}" + (f"  ({u.overflows} overflows)" if u.overflows else "")
             for u in self.units
         ]
         kinds = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in self.memory.items())

@@ -53,10 +53,7 @@ class Residency:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
         if slot is None or (slot.pins and slot.state is SlotState.WEIGHTS):
             return False  # the same weights, in use
-        for other in slot.shares:
-            if other.pins:
-                return True
-        return False
+        return any(other.pins for other in slot.shares)
 
     def weights_in(self, unit: Unit, wanted: Slot | None) -> Slot:
         """The slot that a use reads, its weights there: the wanted one if one is given, else any. Note [Room] 3."""
@@ -125,10 +122,7 @@ class Residency:
     def _is_blocked(self, slot: Slot) -> bool:
         if slot.state is SlotState.GRADS:
             return True
-        for other in slot.shares:
-            if other.pins or other.state is SlotState.GRADS:
-                return True
-        return False
+        return any(other.pins or other.state is SlotState.GRADS for other in slot.shares)
 
     def _finish_sharing_reduction(self, slot: Slot) -> None:
         """Note [Reduction] 5: at a moment that the program fixes."""

@@ -74,7 +74,7 @@ class Unit:
         self.kept = 0  # `keep` scopes that hold it
         self.alive_uses = 0  # forward visits whose graph may still be run backward
         self.gathers = self.reduces = self.overflows = 0
-        self.recurrent: list[nn.Module] = []  # modules that hold a list of their weights beside the dict
+        self.recurrent: list[nn.RNNBase] = []  # modules that hold a list of their weights beside the dict
         self.masters: list[Tensor] = []
         self.published: list[Tensor] = []
         self.grads: list[Tensor] = []
@@ -165,7 +165,7 @@ class Unit:
                 if full.requires_grad is not param.requires_grad:
                     self._follow_requires_grad(position, full, param)
         for module in self.recurrent:
-            module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+            refresh_flat_weights(module)
 
     def shut_window(self) -> None:
         """One use less; with the last, the modules see the persistent parameters again."""
@@ -185,7 +185,7 @@ class Unit:
         for parameters, attribute, position in self._places:
             parameters[attribute] = params[position]
         for module in self.recurrent:
-            module._flat_weights = [module._parameters[n] for n in module._flat_weights_names]
+            refresh_flat_weights(module)
 
     def _follow_requires_grad(self, position: int, full: nn.Parameter, param: nn.Parameter) -> None:
         spec = self.layout.params[position]
@@ -200,9 +200,8 @@ class Unit:
 
     def check_masters(self) -> None:
         """Every parameter is still a view of its master: `.to()`, `.double()` and the like would have moved it."""
-        if self.plain or all(p.local is m for p, m in zip(self.params, self.locals, strict=True) if type(p) is Shard):
-            if self.mesh.factors.uses_shards or self.plain or self._in_place():
-                return
+        if self.plain or self._untouched():
+            return
         for param, spec in zip(self.params, self.layout.params, strict=True):
             if param.dtype is not spec.master:
                 raise ParameterChanged(
@@ -215,6 +214,12 @@ class Unit:
                     "model before it"
                 )
         self.re_home()
+
+    def _untouched(self) -> bool:
+        """The quick look: the same tensor objects as when the masters were made."""
+        if not self.communicates:
+            return self._in_place()
+        return all(param.local is local for param, local in zip(self.params, self.locals, strict=True))  # type: ignore[attr-defined]
 
     def _in_place(self) -> bool:
         position = 0
@@ -321,7 +326,7 @@ class Unit:
 
 
 def give_memory(param: nn.Parameter, value: Tensor) -> None:
-    """Let a plain parameter lie in `value`, which may have another dtype or device (a parameter on meta has none yet)."""
+    """Let a plain parameter lie in `value`, which may have another dtype or device (one on meta has no memory yet)."""
     grad, param.grad = param.grad, None
     if param.device.type == value.device.type:
         param.data = value
@@ -343,7 +348,12 @@ def _references_when_alone() -> tuple[int, int]:
     count = sys.getrefcount
     spec = ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None)
     shards = [Shard(torch.zeros(1), spec)]
-    return [count(v) for v in shards][0], [count(v.local) for v in shards][0]
+    return [count(v) for v in shards][0], [count(v.local) for v in shards][0]  # noqa: RUF015  # the same kind of frame
+
+
+def refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Recurrent modules hold a list of their weights beside the dict."""
+    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment, union-attr]
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -37,7 +37,18 @@ NODE_KEY = "lamina"
 class Use:
     """One forward visit of a unit whose graph is alive; held by that graph's nodes only (it must not hold them)."""
 
-    __slots__ = ("unit", "slot", "opened", "closed", "version", "input_count", "waiting", "active_in", "done", "__weakref__")
+    __slots__ = (
+        "unit",
+        "slot",
+        "opened",
+        "closed",
+        "version",
+        "input_count",
+        "waiting",
+        "active_in",
+        "done",
+        "__weakref__",
+    )
 
     def __init__(self, unit: Unit, slot: Slot | None, input_count: int, opened: int, closed: int) -> None:
         self.unit, self.slot = unit, slot
