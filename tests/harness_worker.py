@@ -106,6 +106,9 @@ def _reset() -> None:
     import numpy
     import torch
 
+    lamina = sys.modules.get("lamina")
+    if lamina is not None:
+        lamina.debug(False)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
