@@ -37,7 +37,8 @@ from harness_worker import Answer, Call, Settled
 
 START_TIMEOUT_S = 120.0  # a cold import of torch by four ranks on two busy cores
 GRACE_S = 4.0  # how long the others may go on once one rank has failed
-MAX_GROUPS = 24  # a Gloo group has a thread that wakes a hundred times a second; a pool that collected so many is replaced
+# a Gloo group has a thread that wakes a hundred times a second; a pool that collected so many is replaced
+MAX_GROUPS = 24
 
 
 class RankError(NamedTuple):
