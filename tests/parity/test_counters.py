@@ -88,8 +88,11 @@ FOLLOWED = [("zero3", "none"), ("zero3", "defer"), ("zero2", "each"), ("zero1", 
 
 @pytest.mark.parametrize(("strategy", "accumulation"), FOLLOWED)
 def test_no_memory_grows_over_steps(strategy: str, accumulation: str) -> None:
+    """A leak is one tensor a step or more; one that an unfinished exchange of flags still holds comes and goes."""
     for seen in run_ranks(2, follow_memory, strategy, accumulation):
-        assert seen[2] == seen[3] == seen[4], seen
+        tensors = [count for (count, _), _ in seen]
+        assert tensors[4] - tensors[2] < 2, seen
+        assert seen[2][1] == seen[3][1] == seen[4][1], seen
 
 
 def memory_at_one_slot() -> tuple[dict[str, int], list[int], int]:
