@@ -7,11 +7,13 @@ is the one line a training script changes; `lamina.shard` and docs/ say the rest
 
 from __future__ import annotations
 
-from lamina import optim
+from lamina import checkpoint, optim
+from lamina.checkpoint.api import latest, load, save
 from lamina.core.shard_spec import GlobalSpec
 from lamina.core.shard_tensor import Shard
 from lamina.core.strategy import Strategy
 from lamina.errors import (
+    CheckpointError,
     Disagreement,
     InitialisationError,
     LaminaError,
@@ -26,7 +28,7 @@ from lamina.errors import (
 )
 from lamina.launch import launch
 from lamina.optim.clip import clip_grad_norm_
-from lamina.places import adopt, capture, export, latest, load, plan, save, trace
+from lamina.places import adopt, capture, export, plan, trace
 from lamina.runtime.access import gathered, sync
 from lamina.runtime.api import shard
 from lamina.runtime.checks import check
@@ -39,6 +41,7 @@ from lamina.runtime.unit import split_parameter
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CheckpointError",
     "Disagreement",
     "GlobalSpec",
     "InitialisationError",
@@ -58,6 +61,7 @@ __all__ = [
     "adopt",
     "capture",
     "check",
+    "checkpoint",
     "clip_grad_norm_",
     "debug",
     "deferred",

@@ -9,6 +9,7 @@
     ├── StateError          (RuntimeError)         a call at a moment at which it has no meaning
     ├── Disagreement        (RuntimeError)         ranks that ask for different things
     ├── TransportError      (RuntimeError)         bytes that cannot be moved here
+    ├── CheckpointError     (RuntimeError)         a checkpoint that cannot be written, is damaged, or does not fit
     ├── LaunchError         (RuntimeError)         a launched rank that failed
     └── NotBuilt            (NotImplementedError)  a name of the public API whose part is still to come
 
@@ -21,42 +22,69 @@ from __future__ import annotations
 class LaminaError(Exception):
     """Base of all errors that lamina raises on purpose."""
 
+    code = "LAM-E"  # what the terminal shows beside the message, and docs/errors.md explains
+    cause = ""  # "left 1": rank 1 says itself what went wrong, and this error follows from it
+
 
 class UsageError(LaminaError, ValueError):
     """An argument that cannot mean anything."""
+
+    code = "LAM-U"
 
 
 class UnitError(LaminaError, ValueError):
     """Units that match nothing, overlap, or hold no parameter."""
 
+    code = "LAM-N"
+
 
 class ShardOpError(LaminaError, TypeError):
     """An operation that has no meaning on this rank's part of a parameter."""
+
+    code = "LAM-S"
 
 
 class ParameterChanged(LaminaError, RuntimeError):
     """A parameter was replaced, moved or cast after `shard()`."""
 
+    code = "LAM-P"
+
 
 class InitialisationError(LaminaError, RuntimeError):
     """A parameter or buffer on meta that nothing initialises."""
+
+    code = "LAM-I"
 
 
 class StateError(LaminaError, RuntimeError):
     """A call at a moment at which it has no meaning."""
 
+    code = "LAM-T"
+
 
 class Disagreement(LaminaError, RuntimeError):
     """Ranks that ask for different things, with the position of each."""
+
+    code = "LAM-D"
 
 
 class TransportError(LaminaError, RuntimeError):
     """Bytes that cannot be moved the way that was asked for."""
 
+    code = "LAM-B"
+
+
+class CheckpointError(LaminaError, RuntimeError):
+    """A checkpoint that cannot be written, is damaged or incomplete, or does not fit the model."""
+
 
 class LaunchError(LaminaError, RuntimeError):
     """A rank started by `launch` failed; the message holds that rank's error once."""
 
+    code = "LAM-L"
+
 
 class NotBuilt(LaminaError, NotImplementedError):
     """A name of the public API whose part is still to come."""
+
+    code = "LAM-X"

@@ -31,22 +31,6 @@ def plan(model: Any, **options: Any) -> NoReturn:
     _not_built("plan()", "lamina.report(model) shows what a sharded model holds")
 
 
-def save(path: str, model: Any, optimizer: Any = None, *, extra: Any = None, wait: bool = True) -> NoReturn:
-    """Write a checkpoint, each rank its own shards."""
-    way = "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` works on sharded models"
-    _not_built("save()", way)
-
-
-def load(path: str, model: Any, optimizer: Any = None, *, strict: bool = True) -> NoReturn:
-    """Read a checkpoint of any layout into this one."""
-    _not_built("load()", "`torch.distributed.checkpoint.load(state, checkpoint_id=path)` works on sharded models")
-
-
-def latest(folder: str) -> NoReturn:
-    """The newest complete checkpoint in a folder."""
-    _not_built("latest()", "Keep the path of the last checkpoint in your script")
-
-
 def export(path: str, model: Any, **options: Any) -> NoReturn:
     """Write a Hugging Face folder."""
     way = "`with lamina.gathered(model): model.save_pretrained(path)` on every rank, rank 0's folder being kept"

@@ -1,0 +1,180 @@
+"""Folders of checkpoints: how one appears whole or not at all, which is the newest, which may go.
+
+A checkpoint is written into a folder with a hidden name beside its place; the manifest comes last, then one rename.
+What a crash leaves is either hidden or complete.
+
+Note [names]   for a checkpoint at `runs/step-10`
+    runs/step-10             complete, always
+    runs/.step-10.partial    being written, or left by a crash; the next save of that name begins anew
+    runs/.step-10.replaced   the earlier checkpoint of that name, while (and only while) a new one takes its place
+    runs/.step-10.deleted    being deleted
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from lamina.checkpoint.manifest import MANIFEST_NAME, Manifest, from_json
+from lamina.errors import CheckpointError, UsageError
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.parent / f".{path.name}.{what}"
+
+
+def partial(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return _beside(path, "partial")
+
+
+def check_target(path: Path) -> None:
+    """A checkpoint may be written at `path`: nothing is there, or a checkpoint, which is replaced."""
+    if path.exists() and not (path / MANIFEST_NAME).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{path} exists and is not a checkpoint: save() writes a folder of its own, give another path")
+
+
+def prepare(path: Path) -> Path:
+    """Make the hidden folder; what an earlier, unfinished save left there goes."""
+    recover(path)
+    folder = partial(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
+def publish(path: Path, manifest_text: str) -> None:
+    """Write the manifest into the hidden folder, then give the folder its name."""
+    folder = partial(path)
+    with open(folder / MANIFEST_NAME, "x") as file:
+        file.write(manifest_text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    earlier = _beside(path, "replaced")
+    if (path / MANIFEST_NAME).is_file():
+        os.rename(path, earlier)
+    os.rename(folder, path)
+    sync_folder(path.parent)
+    if earlier.exists():
+        shutil.rmtree(earlier)
+
+
+def abandon(path: Path) -> None:
+    """Remove the hidden folder after a failed save; what cannot be removed is left to the next save."""
+    shutil.rmtree(partial(path), ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Give an earlier checkpoint its name back if a crash came between the two renames of `publish`."""
+    earlier = _beside(path, "replaced")
+    if not earlier.exists():
+        return
+    if not path.exists():
+        os.rename(earlier, path)
+        sync_folder(path.parent)
+    else:
+        shutil.rmtree(earlier)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find(path: Path) -> Path:
+    """The folder of the checkpoint at `path`, also where a crash left it under its hidden name."""
+    earlier = _beside(path, "replaced")
+    return earlier if not path.exists() and earlier.exists() else path
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a folder."""
+    path = folder / MANIFEST_NAME
+    try:
+        text = path.read_text()
+    except FileNotFoundError as error:
+        raise CheckpointError(_no_manifest(folder)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return from_json(text, str(path))
+
+
+def _no_manifest(folder: Path) -> str:
+    if not folder.exists():
+        return f"there is no checkpoint at {folder}"
+    inside = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    held = [name for name in inside if (folder / name / MANIFEST_NAME).is_file() and not name.startswith(".")]
+    if held:
+        return f"{folder} holds checkpoints ({', '.join(held[:5])}) and is none: load lamina.latest({str(folder)!r})"
+    return f"{folder} is no checkpoint: it has no {MANIFEST_NAME}, which a save writes last"
+
+
+def complete(folder: Path) -> Manifest | None:
+    """The manifest of a folder all of whose files are there in full length; None if it is not such a folder."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return None
+    for entry in manifest.files:
+        try:
+            if os.stat(folder / entry.name).st_size != entry.size_bytes:
+                return None
+        except OSError:
+            return None
+    return manifest
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for entry in folder.iterdir():
+        visible = entry
+        if entry.name.startswith("."):
+            if not entry.name.endswith(".replaced"):
+                continue
+            visible = folder / entry.name[1:].removesuffix(".replaced")
+            if visible.exists():
+                continue
+        manifest = complete(entry)
+        if manifest is not None:
+            found.append((manifest.created_ns, visible.name, visible))
+    return [path for _, _, path in sorted(found)]
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a folder (or the folder, if it is one); None if there is none."""
+    if complete(folder) is not None:
+        return folder
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def prune(folder: Path, keep: int, protect: Sequence[Path] = ()) -> list[Path]:
+    """Delete all but the newest `keep` complete checkpoints in a folder; returns what was deleted.
+
+    Folders that are not complete checkpoints are left alone, and count for nothing: they never push out a good one.
+    """
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise UsageError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
+    for left in folder.glob(".*.deleted") if folder.is_dir() else ():
+        shutil.rmtree(left, ignore_errors=True)
+    going = [path for path in checkpoints(folder)[:-keep] if path not in protect]
+    for path in going:
+        recover(path)
+        hidden = _beside(path, "deleted")
+        os.rename(path, hidden)  # first the name: half of a checkpoint must never be visible
+        shutil.rmtree(hidden)
+    if going:
+        sync_folder(folder)
+    return going

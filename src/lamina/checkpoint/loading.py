@@ -1,0 +1,167 @@
+"""`load()`: a checkpoint of any layout into this one.
+
+torch's way is a state dict of the right shapes, a load into it, and a second call that gives it to model and optimizer;
+keys that do not fit are found on some ranks, or while values are being overwritten. Here:
+
+    open      find out what wrote the folder
+    match     names and shapes, with what the model and the optimizer have
+    verify    read what this rank needs, and compare checksums
+    transfer  read it again, into masters, buffers and optimizer states
+
+After each, the ranks agree. Until `transfer` nothing has been changed. What is read twice comes from the page cache the
+second time, unless a rank's part is larger than that; a copy of the part in memory is never made.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.checkpoint import folders
+from lamina.checkpoint.agreed import at_place, together, warn_once
+from lamina.checkpoint.background import BACKGROUND
+from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
+from lamina.checkpoint.datafile import STAGING_BYTES
+from lamina.checkpoint.matching import Matched, check_copies, match
+from lamina.checkpoint.optimizer_load import OptimizerPlan, plan_optimizer
+from lamina.checkpoint.snapshot import restore_random_states
+from lamina.checkpoint.source import LaminaSource, Source
+from lamina.errors import CheckpointError
+from lamina.runtime.access import runtime_of
+from lamina.runtime.agreement import check_same_text
+from lamina.runtime.assemble import Runtime
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> Any:
+    """Read a checkpoint into a sharded model, whatever layout it was saved in; returns its `extra`. Collective.
+
+    Each rank reads only the ranges that it needs. Nothing is changed before names, shapes and checksums have been
+    compared on all ranks. Where as many ranks saved, random states of Python, numpy and torch are restored.
+
+    Args:
+        path: a folder that `lamina.save` wrote.
+        model: a model that was given to `lamina.shard()`.
+        optimizer: of the model's parameters; its groups are matched by parameter name. It needs no state yet.
+        strict: names, shapes and groups must be the same. False: what does not fit is skipped and listed in a warning.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged or incomplete one (with the file's name), or one that does not fit;
+            the same on every rank. Nothing has been changed, except where reading fails after it has succeeded once.
+    """
+    runtime = runtime_of(model)
+    control, what = runtime.control, f"loading {os.fspath(path)}"
+    with at_place(control, "load", os.fspath(path)), torch.no_grad():
+        BACKGROUND.finish(model)
+        check_same_text(control, "arguments to load", [f"{os.path.abspath(path)} {bool(strict)} {optimizer is None}"])
+        loading = together(control, lambda: Loading(path, runtime, model, optimizer, strict), what)
+        extra = together(control, loading.verify, what)
+        together(control, loading.transfer, f"{what} (the model is partly loaded)")
+        together(control, lambda: loading.hand_over(extra), f"{what} (the model is loaded)")
+        if not strict and loading.skipped:
+            warn_once(control, f"lamina.load({os.fspath(path)!r}, strict=False) skipped: {'; '.join(loading.skipped)}")
+    return extra["user"]
+
+
+def open_source(path: str | os.PathLike[str], rank: int, world: int) -> Source:
+    """The checkpoint at `path`, by what is in the folder."""
+    return LaminaSource(folders.find(Path(path)), rank, world)
+
+
+@dataclass
+class Wanted:
+    """What a model has that can be loaded."""
+
+    held: list[Held]
+    ties: dict[str, str]
+    wholes: list[Whole]
+
+    @staticmethod
+    def of(runtime: Runtime, model: nn.Module) -> Wanted:
+        held = held_by(runtime)
+        return Wanted(held, ties_of(runtime), whole_tensors(model, held))
+
+    def names(self, model: nn.Module) -> dict[int, str]:
+        """Of all parameters, by id."""
+        found = {id(h.param): h.name for h in self.held}
+        return found | {id(param): name for name, param in model.named_parameters() if id(param) not in found}
+
+
+class Loading:
+    """One rank's part of a load; the steps are called in order, with an agreement after each."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        strict: bool,
+    ) -> None:
+        self.runtime, self.model = runtime, model
+        self.rank, self.world = runtime.mesh.rank, runtime.mesh.world
+        self.source = open_source(path, self.rank, self.world)
+        self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        self.skipped: list[str] = []
+        wanted = Wanted.of(runtime, model)
+        self.matched: Matched = match(self.source, wanted.held, wanted.ties, wanted.wholes)
+        self._settle(f"{self.source.where} does not fit the model", self.matched.differences, strict)
+        self.plan: OptimizerPlan | None = None
+        if optimizer is not None:
+            by_name = {h.name: h for h in wanted.held}
+            stored_names = self.matched.stored_names
+            self.plan = plan_optimizer(self.source, optimizer, wanted.names(model), by_name, stored_names)
+            self._settle_optimizer(optimizer, strict)
+
+    def _settle(self, what: str, differences: Any, strict: bool) -> None:
+        if strict:
+            differences.raise_if_any(what, "lamina.load(..., strict=False) takes what fits and lists the rest")
+        elif differences:
+            self.skipped.append(str(differences))
+
+    def _settle_optimizer(self, optimizer: torch.optim.Optimizer, strict: bool) -> None:
+        if self.plan is not None:
+            what = f"the optimizer state in {self.source.where} does not fit the optimizer"
+            self._settle(what, self.plan.differences, strict)
+            return
+        saved = "no optimizer state" if self.source.optimizer is None else f"state of {self.source.optimizer.kind}"
+        text = f"{self.source.where} holds {saved}, and the optimizer is {type(optimizer).__name__}"
+        if strict:
+            raise CheckpointError(
+                f"{text}. Load without optimizer, or with strict=False to keep the optimizer as it is"
+            )
+        self.skipped.append(text)
+
+    def verify(self) -> dict[str, Any]:
+        """Everything that can be found wrong is found here; returns what was saved beside the model."""
+        transfers = self.matched.transfers + [copy for _, _, copy in self.matched.copies]
+        self.source.verify(transfers + ([] if self.plan is None else self.plan.transfers), self.staging)
+        check_copies(self.source, self.matched, self.staging)
+        return self.source.extra(self.rank, self.world, self.staging)
+
+    def transfer(self) -> None:
+        self.source.transfer(self.matched.transfers, self.staging)
+        for unit in self.runtime.units:
+            unit.dirty.mark()  # every copy of a master is made anew before it is next read
+        if self.plan is not None:
+            self.source.transfer(self.plan.transfers, self.staging)
+
+    def hand_over(self, extra: dict[str, Any]) -> None:
+        """What is no plain tensor: optimizer, modules with a state of their own, random states."""
+        if self.plan is not None:
+            self.plan.hand_over()
+        for name, module in self.model.named_modules():
+            if name in extra["modules"]:
+                module.set_extra_state(extra["modules"][name])
+        if "random" in extra:
+            restore_random_states(extra["random"], self.runtime.device)

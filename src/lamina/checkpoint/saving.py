@@ -1,0 +1,139 @@
+"""`save()`: every rank writes its own ranges, then one rename makes them a checkpoint.
+
+`torch.distributed.checkpoint.save` plans over all ranks, pickles an index, keeps no checksums, and leaves a folder that
+looks like a checkpoint when a rank dies. Here:
+
+    take      look at model, optimizer, extra; local
+    compare   the same thing on all ranks? which values are equal everywhere?
+    stage     `wait=False` only: one copy of what this rank writes
+    write     one file a rank, through a small buffer, until the disk has it
+    publish   rank 0 writes the manifest and gives the folder its name
+
+Between any two of these the ranks agree that all of them succeeded; the last three may run in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.checkpoint import folders
+from lamina.checkpoint.agreed import at_place, together
+from lamina.checkpoint.background import BACKGROUND
+from lamina.checkpoint.contents import same_everywhere
+from lamina.checkpoint.datafile import STAGING_BYTES, Written, stream, write_file
+from lamina.checkpoint.manifest import FileEntry, to_json
+from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
+from lamina.core.control import Control
+from lamina.errors import UsageError
+from lamina.runtime.access import runtime_of
+from lamina.runtime.agreement import check_same_text
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Any = None,
+    wait: bool = True,
+) -> None:
+    """Write a checkpoint, each rank its own ranges. Collective.
+
+    It appears at `path` whole or not at all; an earlier checkpoint there is replaced at the end. Random states of
+    Python, numpy and torch are saved for every rank.
+
+    Args:
+        path: the checkpoint's folder, on a file system that all ranks share.
+        model: a model that was given to `lamina.shard()`.
+        optimizer: of the model's parameters; None: none is saved.
+        extra: what `load` is to return: numbers, lists, dicts, tensors, state dicts of schedulers and data loaders.
+            Values that differ over ranks are saved for each.
+        wait: False: return as soon as this rank's part is copied to host memory (allocated once, used again), and write
+            in the background. An error there is raised by the next `save`, `load`, `latest` or `export`.
+
+    Raises:
+        CheckpointError: a rank could not write; what was at `path` before is untouched.
+        UsageError: something that cannot be saved, or a path at which there is something else.
+        Disagreement: ranks that save different things.
+    """
+    runtime = runtime_of(model)
+    control = runtime.control
+    with at_place(control, "save", os.fspath(path)):
+        BACKGROUND.finish(model)
+        target, snapshot = together(control, lambda: _look(path, model, optimizer, extra), f"saving {path}")
+        same = compare(snapshot, control, [f"save({str(target)!r}, wait={bool(wait)})"])
+        division = together(control, lambda: divide(snapshot, same), f"saving {path}")
+        job = Job(target, division)
+        if wait:
+            staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")
+            job.run(control, lambda: stream(division.draft.items, staging))
+        else:
+            background = BACKGROUND.of(model, runtime)
+            together(control, lambda: background.stage(division.draft), f"copying what is saved at {path}")
+            background.start(job)
+
+
+def _look(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+) -> tuple[Path, Snapshot]:
+    target = Path(os.path.abspath(path))
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise UsageError(f"save(path, model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
+    folders.check_target(target)
+    return target, take(runtime_of(model), model, optimizer, extra)
+
+
+def compare(snapshot: Snapshot, control: Control, arguments: list[str]) -> list[bool]:
+    """Which values are equal on all ranks; raises where they must be. Collective."""
+    lines = snapshot.lines()
+    sums = [zlib.crc32("\n".join(text).encode()) for text in (arguments, lines)]
+    same_arguments, same_lines = same_everywhere(control, sums)
+    if not same_arguments:
+        check_same_text(control, "arguments to save", arguments)
+    if not same_lines:
+        check_same_text(control, "states to save", lines)
+    return same_everywhere(control, snapshot.sums())
+
+
+@dataclass
+class Job:
+    """Everything after staging."""
+
+    target: Path
+    division: Division
+
+    def run(self, control: Control, chunks: Callable[[], Iterable[memoryview]]) -> None:
+        """Write and publish. Collective over `control`; leaves nothing behind if it fails."""
+        first = self.rank == 0
+        what = f"saving {self.target}"
+        try:
+            together(control, lambda: folders.prepare(self.target) if first else None, what)
+            written = together(control, lambda: self._write(chunks()), what)
+            rows = control.exchange([self.rank, written.size_bytes, written.header_crc32])
+            files = [FileEntry(file_name(rank), size, f"{crc:08x}") for rank, size, crc in sorted(rows)]
+            together(control, lambda: self._publish(files) if first else None, what)
+        except BaseException:
+            if first:
+                folders.abandon(self.target)
+            raise
+
+    @property
+    def rank(self) -> int:
+        return self.division.snapshot.runtime.mesh.rank
+
+    def _write(self, chunks: Iterable[memoryview]) -> Written:
+        folder = folders.partial(self.target)
+        written = write_file(folder / file_name(self.rank), self.division.draft, chunks)
+        folders.sync_folder(folder)
+        return written
+
+    def _publish(self, files: list[FileEntry]) -> None:
+        folders.publish(self.target, to_json(describe(self.division, files)))

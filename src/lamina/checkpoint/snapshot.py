@@ -1,0 +1,198 @@
+"""What one rank has to save, before and after the ranks have compared it.
+
+A checkpoint of torch.distributed.checkpoint is planned: every rank sends a list of what it has to rank 0, which answers
+with who writes what. Here the division follows from the layout. What ranks must compare is whether values that should
+be equal are (a few numbers each), since values that differ are written by every rank, each its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lamina.checkpoint.contents import (
+    Held,
+    Whole,
+    crc_of,
+    held_by,
+    module_states,
+    spread,
+    ties_of,
+    whole_tensors,
+)
+from lamina.checkpoint.datafile import BLOCK_BYTES, Draft, Item, lay_out
+from lamina.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    OptimizerEntry,
+    ParameterEntry,
+    StateEntry,
+    WholeEntry,
+    buffer_key,
+    parameter_key,
+    state_key,
+)
+from lamina.checkpoint.optimizer_state import States, take_apart
+from lamina.checkpoint.values import Encoded, dtype_name, encode
+from lamina.runtime.assemble import Runtime
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Local: nothing of it is copied, and no other rank is asked."""
+
+    runtime: Runtime
+    held: list[Held]
+    ties: dict[str, str]
+    wholes: list[Whole]
+    states: States | None
+    extra: Encoded  # {"user": ..., "modules": ...}
+    random: Encoded
+
+    @property
+    def state_wholes(self) -> list[Whole]:
+        return [] if self.states is None else [w for by_key in self.states.whole.values() for w in by_key.values()]
+
+    def lines(self) -> list[str]:
+        """What must be the same on all ranks, as text."""
+        made = [f"`{h.name}` {h.spec.shape} {dtype_name(h.param.dtype)}" for h in self.held]
+        made += [f"{w.name} {tuple(w.values.shape)} {dtype_name(w.values.dtype)}" for w in self.wholes]
+        if self.states is not None:
+            groups = json.dumps([[group.parameters, group.options] for group in self.states.groups])
+            made.append(f"optimizer {self.states.kind}, groups {groups}")
+            for name, split in self.states.split.items():
+                values = json.dumps(self.states.values[name])
+                made.append(f"state of `{name}`: {sorted(split)} {sorted(self.states.whole[name])} {values}")
+        return made
+
+    def sums(self) -> list[int]:
+        """A checksum of everything that may be equal on all ranks: each whole tensor, then `extra`."""
+        extra = zlib.crc32(json.dumps(self.extra.json).encode())
+        for number, tensor in enumerate(self.extra.tensors):
+            extra ^= zlib.crc32(crc_of(tensor).to_bytes(4, "little"), number)
+        return [crc_of(whole.values) for whole in self.wholes + self.state_wholes] + [extra]
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Who writes what: this rank's file, and what the manifest says of all files."""
+
+    snapshot: Snapshot
+    draft: Draft
+    files: dict[str, int | None]  # whole tensor -> its file; None: every rank's
+    extra: str
+
+
+def take(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> Snapshot:
+    """Look at everything that is to be saved."""
+    held = held_by(runtime)
+    wholes = whole_tensors(model, held)
+    states = None
+    if optimizer is not None:
+        names = {id(h.param): h.name for h in held}
+        names |= {id(param): name for name, param in model.named_parameters() if id(param) not in names}
+        states = take_apart(optimizer, names, {h.name: h for h in held})
+    values = encode({"user": extra, "modules": module_states(model)}, "extra")
+    return Snapshot(runtime, held, ties_of(runtime), wholes, states, values, encode(random_states(runtime), "random"))
+
+
+def divide(snapshot: Snapshot, same: Sequence[bool]) -> Division:
+    """Give every value its writers; `same` answers `snapshot.sums()`. Local, and the same on every rank."""
+    rank, world = snapshot.runtime.mesh.rank, snapshot.runtime.mesh.world
+    items, texts = [], {"random": json.dumps(snapshot.random.json)}
+    for h in snapshot.held:
+        if h.written[0] < h.written[1]:
+            items.append(Item(parameter_key(h.name), h.part(h.local)))
+            for key, values in (snapshot.states.split.get(h.name, {}) if snapshot.states is not None else {}).items():
+                items.append(Item(state_key(key, h.name), h.part(values)))
+    named = [Whole(buffer_key(w.name), w.values) for w in snapshot.wholes] + snapshot.state_wholes
+    writers = spread([w.values.numel() * w.values.element_size() for w in named], world)
+    files = {w.name: writer if equal else None for w, writer, equal in zip(named, writers, same[:-1], strict=True)}
+    items += [Item(w.name, w.values.contiguous(), flat=False) for w in named if files[w.name] in (rank, None)]
+    if same[-1] is False or rank == 0:
+        texts["extra"] = json.dumps(snapshot.extra.json)
+        items += _numbered("extra", snapshot.extra)
+    items += _numbered("random", snapshot.random)
+    return Division(snapshot, lay_out(items, texts), files, "shared" if same[-1] else "per rank")
+
+
+def _numbered(what: str, encoded: Encoded) -> list[Item]:
+    return [Item(f"{what}/{i}", t.detach().contiguous(), flat=False) for i, t in enumerate(encoded.tensors)]
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
+    """The manifest; one rank makes it for all."""
+    snapshot, files = division.snapshot, division.files
+
+    def entry(whole: Whole, key: str) -> WholeEntry:
+        return WholeEntry(tuple(whole.values.shape), dtype_name(whole.values.dtype), files[key])
+
+    return Manifest(
+        world=snapshot.runtime.mesh.world,
+        strategy=snapshot.runtime.strategy,
+        created_ns=time.time_ns(),
+        writer={"lamina": version("lamina"), "torch": torch.__version__},
+        block_bytes=BLOCK_BYTES,
+        files=tuple(written),
+        parameters={
+            h.name: ParameterEntry(h.spec.shape, dtype_name(h.param.dtype), h.spec.trainable, h.pieces)
+            for h in snapshot.held
+        },
+        ties=snapshot.ties,
+        buffers={w.name: entry(w, buffer_key(w.name)) for w in snapshot.wholes},
+        optimizer=None if snapshot.states is None else _describe_optimizer(snapshot.states, entry),
+        extra=division.extra,
+        random=True,
+        pickled=tuple(snapshot.extra.pickled),
+    )
+
+
+def _describe_optimizer(states: States, entry: Any) -> OptimizerEntry:
+    return OptimizerEntry(
+        states.kind,
+        tuple(states.groups),
+        {
+            name: StateEntry(
+                {key: dtype_name(values.dtype) for key, values in split.items()},
+                {key: entry(whole, whole.name) for key, whole in states.whole[name].items()},
+                states.values[name],
+            )
+            for name, split in states.split.items()
+        },
+    )
+
+
+# -- random states
+
+
+def random_states(runtime: Runtime) -> dict[str, Any]:
+    """Of Python, numpy and torch on this rank."""
+    version_number, words, gauss = random.getstate()
+    python = (version_number, np.array(words, dtype=np.int64), gauss)
+    states = {"python": python, "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    if runtime.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(runtime.device)
+    return states
+
+
+def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    version_number, words, gauss = states["python"]
+    random.setstate((version_number, tuple(words.tolist()), gauss))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

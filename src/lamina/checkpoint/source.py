@@ -1,0 +1,175 @@
+"""Where values to be loaded come from: tensors by name, each as ranges of files that can be read one by one.
+
+torch.distributed.checkpoint reads with a plan per rank that must fit what the plan of the save put together. Here a
+stored tensor is a list of flat ranges, so what a rank needs of it is an intersection of ranges, whatever wrote it: this
+rank's part of a parameter is read from wherever it lies, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.checkpoint import folders
+from lamina.checkpoint.datafile import DataFile
+from lamina.checkpoint.manifest import (
+    Manifest,
+    OptimizerEntry,
+    WholeEntry,
+    buffer_key,
+    parameter_key,
+    state_key,
+)
+from lamina.checkpoint.values import decode, dtype_of
+
+
+class StoredPiece(NamedTuple):
+    """Elements [start, stop) of a tensor: all of what `key` is in file number `file`, or from `skip` on."""
+
+    file: int
+    key: str
+    start: int
+    stop: int
+    skip: int = 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[StoredPiece, ...]  # in order, cover the tensor once
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[StoredPiece, int, int]]:
+        """The pieces that hold elements of [start, stop), and which."""
+        first = bisect.bisect_right(self.pieces, start, key=lambda piece: piece.stop)
+        for piece in self.pieces[first:]:
+            if piece.start >= stop:
+                return
+            yield piece, max(piece.start, start), min(piece.stop, stop)
+
+
+class Readable(Protocol):
+    """A file that can be read by ranges of its keys; `DataFile` is one."""
+
+    def check(self, key: str, start: int, stop: int, staging: Tensor) -> None: ...
+
+    def read(self, key: str, start: int, into: Tensor, staging: Tensor) -> None: ...
+
+
+class Transfer(NamedTuple):
+    """Elements of a stored tensor, from `start` on, and where they go."""
+
+    stored: Stored
+    start: int
+    into: Tensor  # 1-D, contiguous
+
+    def parts(self) -> Iterator[tuple[StoredPiece, int, Tensor]]:
+        """By piece: its first wanted element, and the place for it. Complex numbers are stored as pairs of reals."""
+        stored, first, into = self
+        scale = 2 if stored.dtype.is_complex else 1
+        for piece, a, b in stored.between(first, first + into.numel()):
+            place = into[a - first : b - first]
+            yield (
+                piece,
+                scale * (a + piece.skip - piece.start),
+                torch.view_as_real(place).view(-1) if scale == 2 else place,
+            )
+
+
+class Source:
+    """A checkpoint, open for reading. Base of one class a format."""
+
+    where: Path
+    tensors: dict[str, Stored]  # parameters and buffers
+    ties: dict[str, str]  # further names -> the name in `tensors`
+    optimizer: OptimizerEntry | None = None
+
+    def open_file(self, number: int) -> Readable:
+        raise NotImplementedError
+
+    def state(self, name: str, key: str) -> Stored:
+        """Optimizer state `key` of the parameter that is stored as `name`."""
+        raise NotImplementedError
+
+    def extra(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
+        """What was saved beside the model: "user", "modules" and, for a rank of the same world, "random"."""
+        return {"user": None, "modules": {}}
+
+    _files: dict[int, Readable]
+
+    def file(self, number: int) -> Readable:
+        """Opened once, and checked as far as it can be without reading its data."""
+        if number not in self._files:
+            self._files[number] = self.open_file(number)
+        return self._files[number]
+
+    def verify(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
+        """Read all that is going to be used and compare its checksums."""
+        for transfer in transfers:
+            for piece, at, into in transfer.parts():
+                self.file(piece.file).check(piece.key, at, at + into.numel(), staging)
+
+    def transfer(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
+        """Copy what is wanted into its place."""
+        for transfer in transfers:
+            for piece, at, into in transfer.parts():
+                self.file(piece.file).read(piece.key, at, into, staging)
+
+
+class LaminaSource(Source):
+    """A folder that `lamina.save` wrote, as one rank of a world sees it."""
+
+    def __init__(self, where: Path, rank: int = 0, world: int = 0) -> None:
+        self.where, self._files = where, {}
+        self.manifest: Manifest = folders.read_manifest(where)
+        # what differs over ranks: each its own where there are as many as before, else the first one's
+        self._own = rank if world == self.manifest.world else 0
+        self.ties = self.manifest.ties
+        self.optimizer = self.manifest.optimizer
+        self.tensors = {
+            name: Stored(
+                p.shape, dtype_of(p.dtype), tuple(StoredPiece(f, parameter_key(name), a, b) for f, a, b in p.pieces)
+            )
+            for name, p in self.manifest.parameters.items()
+        }
+        self.tensors |= {name: self._whole(entry, buffer_key(name)) for name, entry in self.manifest.buffers.items()}
+
+    def _whole(self, entry: WholeEntry, key: str) -> Stored:
+        file = self._own if entry.file is None else entry.file
+        pieces = (StoredPiece(file, key, 0, entry.numel),) if entry.numel else ()
+        return Stored(entry.shape, dtype_of(entry.dtype), pieces)
+
+    def state(self, name: str, key: str) -> Stored:
+        assert self.optimizer is not None
+        entry, stored = self.optimizer.states[name], state_key(key, name)
+        if key in entry.whole:
+            return self._whole(entry.whole[key], stored)
+        pieces = tuple(piece._replace(key=stored) for piece in self.tensors[name].pieces)
+        return Stored(self.tensors[name].shape, dtype_of(entry.split[key]), pieces)
+
+    def open_file(self, number: int) -> DataFile:
+        entry = self.manifest.files[number]
+        return DataFile(self.where / entry.name, entry.size_bytes, entry.header_crc32)
+
+    def extra(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
+        shared = self.file(0 if self.manifest.extra == "shared" else self._own)
+        assert isinstance(shared, DataFile)
+        found = _decoded(shared, "extra", staging)
+        if self.manifest.random and world == self.manifest.world:
+            own = self.file(rank)
+            assert isinstance(own, DataFile)
+            found["random"] = _decoded(own, "random", staging)
+        return found
+
+
+def _decoded(file: DataFile, what: str, staging: Tensor) -> Any:
+    return decode(json.loads(file.texts[what]), lambda number: file.tensor(f"{what}/{number}", staging))
