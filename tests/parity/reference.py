@@ -39,7 +39,7 @@ class Recipe:
 
     def make_optimizer(self, params: Sequence[Tensor]) -> torch.optim.Optimizer:
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1)
+            return torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True)
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 

@@ -13,26 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lamina.core.groups import Group, GroupMaker, check_group_history
 from lamina.core.strategy import Factors, Level, Strategy, resolve
-from lamina.errors import TransportError, UsageError
+from lamina.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA_AXES = ("replicate", "shard")
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group and this rank's place in it, in the order of the ranges."""
-
-    pg: dist.ProcessGroup | None
-    size: int
-    place: int
-
-    @property
-    def is_trivial(self) -> bool:
-        return self.size == 1
 
 
 @dataclass(frozen=True)
@@ -76,9 +64,9 @@ def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     ranks, shard_size = _data_ranks(mesh)
     whole_world = len(ranks) == dist.get_world_size()
     if not whole_world:
-        _check_group_history(ranks)
+        check_group_history(ranks)
     me = ranks.index(dist.get_rank())
-    return DataRanks(ranks, me, shard_size, _GroupMaker(ranks, me, whole_world, None).control())
+    return DataRanks(ranks, me, shard_size, GroupMaker(ranks, me, whole_world, None).control())
 
 
 def resolve_on(strategy: str | Strategy, data: DataRanks) -> Factors:
@@ -96,7 +84,7 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataM
         one = Group(None, 1, 0)
         return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, None, None)
     whole_world = len(ranks) == dist.get_world_size()
-    maker = _GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
+    maker = GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
@@ -135,62 +123,3 @@ def _ranks_per_node(group: dist.ProcessGroup | None) -> int | None:
     dist.all_gather_object(names, socket.gethostname(), group=group)
     per_node = {names.count(name) for name in names}
     return per_node.pop() if len(per_node) == 1 and len(set(names)) > 1 else None
-
-
-_meshes_of: dict[tuple[int, ...], int] = {}  # meshes built so far, by their ranks
-
-
-def _check_group_history(ranks: tuple[int, ...]) -> None:
-    """torch names a group of some ranks by how many groups this process has had: members that differ wait for ever."""
-    number = _meshes_of[ranks] = _meshes_of.get(ranks, 0) + 1
-    store = dist.PrefixStore(f"lamina/groups/{ranks}/{number}", dist.distributed_c10d._get_default_store())
-    store.set(str(dist.get_rank()), str(len(dist.distributed_c10d._world.pg_names)))
-    counts = {rank: int(store.get(str(rank))) for rank in ranks}
-    if len(set(counts.values())) > 1:
-        said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-        raise TransportError(
-            f"the ranks of this mesh have created different numbers of process groups before ({said}), and torch "
-            "cannot make a group of some ranks then. Create the same groups on all of them, or let all ranks "
-            "call lamina.shard() on meshes of one init_device_mesh()"
-        )
-
-
-class _GroupMaker:
-    """Creates groups in the same order on every rank; one group for the same ranks on the same lane."""
-
-    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
-        self.ranks, self.me, self.whole_world, self.backend = ranks, me, whole_world, backend
-        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-
-    def make(self, level: Level, lane: str) -> Group:
-        """This rank's group of a level."""
-        if level.size == 1:
-            return Group(None, 1, 0)
-        mine = level.members(self.me)
-        for members in sorted({level.members(rank) for rank in range(len(self.ranks))}):
-            if (self.whole_world or members == mine) and (lane, members) not in self._made:
-                self._made[lane, members] = self._new([self.ranks[m] for m in members], self.backend)
-        return Group(self._made[lane, mine], level.size, level.place(self.me))
-
-    def everyone(self) -> dist.ProcessGroup | None:
-        """All data ranks, for sums: their order does not matter."""
-        if len(self.ranks) == 1:
-            return None
-        whole = Level(len(self.ranks), 1)
-        made = self._made.get(("reduce", whole.members(self.me)))
-        return made if made is not None else self._new(sorted(self.ranks), self.backend)
-
-    def control(self) -> dist.ProcessGroup | None:
-        """A host-side group of all data ranks."""
-        if len(self.ranks) == 1:
-            return None
-        fake = dist.get_backend() == "fake"  # a benchmark of host time: nothing is sent
-        return self._new(sorted(self.ranks), backend="fake" if fake else "gloo")
-
-    def _new(self, global_ranks: list[int], backend: str | None) -> dist.ProcessGroup:
-        if global_ranks != sorted(global_ranks):
-            raise UsageError(
-                f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the "
-                "mesh axes in the order ('replicate', 'shard')"
-            )
-        return dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)

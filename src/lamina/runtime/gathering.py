@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.core.control import Control
+from lamina.core.groups import Group
 from lamina.core.lanes import Lanes
 from lamina.core.layout import Segment
-from lamina.core.mesh import DataMesh, Group
+from lamina.core.mesh import DataMesh
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport, as_bytes

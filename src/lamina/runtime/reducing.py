@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.core.control import Control
+from lamina.core.groups import Group
 from lamina.core.lanes import Lanes, Mark
-from lamina.core.mesh import Group
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.unit import Unit, gradient_dtype
 from lamina.transport.c10d import Transport, as_bytes

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lamina.core.mesh import Group
+from lamina.core.groups import Group
 
 # torch 2.13 deprecates the *_tensor names for *_single; 2.11 has only the former
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -1,0 +1,114 @@
+"""Process groups, one for the same ranks on the same lane, shared by all sharded models of a process.
+
+A group is dear: on a GPU a communicator holds hundreds of MB, on Gloo a thread wakes a hundred times a second. torch
+makes a new one at every call; here models on the same ranks share them. That is safe because every rank issues the
+collectives of all its models in one order (Note [One order] in runtime/engine.py).
+
+Note [Groups shared]
+    Ranks that were found at different places may have left half a collective in a group: whoever raises that error
+    calls `forget_groups`, and the next model gets new ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lamina.core.strategy import Level
+from lamina.errors import TransportError, UsageError
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group and this rank's place in it, in the order of the ranges."""
+
+    pg: dist.ProcessGroup | None
+    size: int
+    place: int
+
+    @property
+    def is_trivial(self) -> bool:
+        return self.size == 1
+
+
+_meshes_of: dict[tuple[int, ...], int] = {}  # meshes built so far, by their ranks
+
+
+def check_group_history(ranks: tuple[int, ...]) -> None:
+    """torch names a group of some ranks by how many groups this process has had: members that differ wait for ever."""
+    number = _meshes_of[ranks] = _meshes_of.get(ranks, 0) + 1
+    store = dist.PrefixStore(f"lamina/groups/{ranks}/{number}", dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), str(len(dist.distributed_c10d._world.pg_names)))
+    counts = {rank: int(store.get(str(rank))) for rank in ranks}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
+        raise TransportError(
+            f"the ranks of this mesh have created different numbers of process groups before ({said}), and torch "
+            "cannot make a group of some ranks then. Create the same groups on all of them, or let all ranks "
+            "call lamina.shard() on meshes of one init_device_mesh()"
+        )
+
+
+class _Shared:
+    """The groups made so far, by lane, backend and ranks; forgotten with the default group that they belong to."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[str, str | None, tuple[int, ...], bool], dist.ProcessGroup] = {}
+        self.world: weakref.ref[dist.ProcessGroup] | None = None
+
+
+_shared = _Shared()
+
+
+def forget_groups() -> None:
+    """Let the next model make new groups: these may hold half a collective. See Note [Groups shared]."""
+    _shared.groups = {}
+
+
+class GroupMaker:
+    """Groups of one mesh, asked for in the same order on every rank."""
+
+    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
+        self.ranks, self.me, self.whole_world, self.backend = ranks, me, whole_world, backend
+        if _shared.world is None or _shared.world() is not dist.group.WORLD:
+            forget_groups()
+            _shared.world = weakref.ref(dist.group.WORLD)
+
+    def make(self, level: Level, lane: str) -> Group:
+        """This rank's group of a level."""
+        if level.size == 1:
+            return Group(None, 1, 0)
+        mine, found = level.members(self.me), None
+        for members in sorted({level.members(rank) for rank in range(len(self.ranks))}):
+            if self.whole_world or members == mine:  # torch wants all ranks of the world at every new group
+                group = self._group([self.ranks[m] for m in members], lane, self.backend)
+                found = group if members == mine else found
+        return Group(found, level.size, level.place(self.me))
+
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All data ranks, for sums: their order does not matter."""
+        if len(self.ranks) == 1:
+            return None
+        return self._group(sorted(self.ranks), "reduce", self.backend)
+
+    def control(self) -> dist.ProcessGroup | None:
+        """A host-side group of all data ranks."""
+        if len(self.ranks) == 1:
+            return None
+        fake = dist.get_backend() == "fake"  # a benchmark of host time: nothing is sent
+        return self._group(sorted(self.ranks), "control", "fake" if fake else "gloo")
+
+    def _group(self, global_ranks: list[int], lane: str, backend: str | None) -> dist.ProcessGroup:
+        if global_ranks != sorted(global_ranks):
+            raise UsageError(
+                f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the "
+                "mesh axes in the order ('replicate', 'shard')"
+            )
+        key = (lane, backend, tuple(global_ranks), self.whole_world)
+        if key not in _shared.groups:
+            _shared.groups[key] = dist.new_group(
+                global_ranks, backend=backend, use_local_synchronization=not self.whole_world
+            )
+        return _shared.groups[key]
