@@ -29,8 +29,9 @@ from lamina.runtime.materialise import InitRecord, materialise
 from lamina.runtime.precision import Precision, spec_of
 from lamina.runtime.publishing import PeerGatherer
 from lamina.runtime.reducing import Reducer
-from lamina.runtime.unit import PARTS, Entry, Unit, refresh_flat_weights
+from lamina.runtime.unit import PARTS, Unit
 from lamina.runtime.units import UnitPlan
+from lamina.runtime.windows import Entry, refresh_flat_weights
 from lamina.transport.c10d import C10d
 from lamina.transport.peer import Peers
 

@@ -70,7 +70,8 @@ class ModuleHooks:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
         if torch.is_grad_enabled():
             frame = self.frames[-1]
-            frame.inputs, frame.input_count = nodes_of_inputs((args, kwargs))
+            tensors = tensors_in((args, kwargs) if kwargs else args)
+            frame.inputs, frame.input_count = nodes_of_inputs(tensors)
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -106,16 +107,17 @@ class ModuleHooks:
             self.engine.abandon()
             return
         if not failed:
-            self._check_aliases(frame, output)
+            tensors = tensors_in(output)
+            self._check_aliases(frame, tensors)
             if torch.is_grad_enabled():
-                self._watch(frame, output)
+                self._watch(frame, output, tensors)
         for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
             self.engine.leave(unit, slot)
         if frame.owns_phase:
             self.engine.end_forward()
 
-    def _watch(self, frame: Frame, output: Any) -> None:
-        nodes = nodes_of_outputs(output, frame.inputs)
+    def _watch(self, frame: Frame, output: Any, tensors: list[Tensor]) -> None:
+        nodes = nodes_of_outputs(tensors, frame.inputs)
         if not nodes:
             if hides_tensors(output):
                 raise StateError(
@@ -133,12 +135,12 @@ class ModuleHooks:
             for node in nodes:
                 hook_of(node, engine.begin_use, engine.end_use).begins.append(use)
 
-    def _check_aliases(self, frame: Frame, output: Any) -> None:
+    def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""
-        owned = {slot.buffer.untyped_storage().data_ptr() for slot in frame.slots if slot is not None}
+        owned = [slot.buffer.untyped_storage().data_ptr() for slot in frame.slots if slot is not None]
         if not owned:
             return
-        for tensor in tensors_in(output):
+        for tensor in tensors:
             if _storage(tensor) in owned:
                 raise StateError(
                     f"{self.title} returns its own weight, or a view of it (shape "

@@ -27,6 +27,8 @@ from lamina.core.slots import Slot, SlotState
 from lamina.runtime.unit import Unit, gradient_dtype
 from lamina.transport.c10d import Transport, as_bytes
 
+Rows = Sequence[Tensor]  # what is to be summed, (numel,) each; one where the sum is made
+
 
 @dataclass
 class Staging:
@@ -42,7 +44,7 @@ class Inbox:
 
     inbox: Tensor  # uint8
     source: Tensor  # uint8
-    rows: Tensor  # (members, numel)
+    rows: Rows
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Pending:
     target: int  # levels to climb
     climbed: int  # levels behind `rows`, once the works are done
     divisor: int
-    rows: list[Tensor] = field(default_factory=list)  # by segment, (members, numel): to be summed over dim 0
+    rows: list[Rows] = field(default_factory=list)  # by segment
     works: list[dist.Work | None] = field(default_factory=list)
     replicated: bool = False  # the sum over replicas is what was sent
 
@@ -87,6 +89,7 @@ class Reducer:
         self._inboxes: dict[tuple[int, int, bool], Inbox] = {}  # by unit, segment, and whether it lies in its slot
         self._stagings: dict[int, Staging] = {}  # by unit
         self._staged: Mark | None = None
+        self._factors: dict[tuple[int, torch.dtype], Tensor] = {}
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -218,7 +221,7 @@ class Reducer:
         pending.climbed = ALL_LEVELS if first is None else first + 1
         pending.replicated = first is None and not mesh.replicas.is_trivial
         for number, (segment, source) in enumerate(zip(unit.layout.segments, sources, strict=True)):
-            rows = source.view(1, -1)
+            rows: Rows = (source,)
             if segment.trainable and first is not None:
                 key = (unit.index, number, pending.slot is not None) if stable else None
                 rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key)
@@ -226,7 +229,7 @@ class Reducer:
                 total = self._scratch(f"sum {number}", source.numel(), gradient_dtype(segment.master), source.device)
                 self.bytes_moved += 2 * total.nbytes
                 pending.works.append(self.transport.all_reduce(mesh.replicas, total.copy_(source)))
-                rows = total.view(1, -1)
+                rows = (total,)
             pending.rows.append(rows)
 
     def _exchange(
@@ -236,8 +239,8 @@ class Reducer:
         role: str,
         works: list[dist.Work | None],
         key: tuple[int, int, bool] | None = None,
-    ) -> Tensor:
-        """Every member's part for this rank, (members, numel / members); already summed where there is one row.
+    ) -> Rows:
+        """Every member's part for this rank, (numel / members,) each, or their sum.
 
         `key`: the source lies at the same place every time.
         """
@@ -253,12 +256,11 @@ class Reducer:
         numel = source.numel() // group.size
         own = source[group.place * numel : (group.place + 1) * numel]
         works.append(self.transport.reduce_scatter(group, own, source))
-        return own.view(1, numel)
+        return (own,)
 
     def _inbox_for(self, group: Group, source: Tensor, role: str) -> Inbox:
         inbox = self._scratch(role, source.numel(), source.dtype, source.device)
-        rows = inbox.view(group.size, -1)
-        return Inbox(as_bytes(inbox), as_bytes(source), rows)
+        return Inbox(as_bytes(inbox), as_bytes(source), inbox.view(group.size, -1).unbind())
 
     def _complete(self, pending: Pending) -> None:
         unit, climbed = pending.unit, pending.climbed
@@ -272,12 +274,12 @@ class Reducer:
                 partial = self._partial(unit, GRADS_LEVEL, self._numels_at_grads(unit))
                 for row in rows:
                     partial.sums[number].add_(row)
-                rows, level = partial.sums[number].view(1, -1), max(level, GRADS_LEVEL)
+                rows, level = (partial.sums[number],), max(level, GRADS_LEVEL)
             if pending.target == ALL_LEVELS:
                 rows = self._climb(unit, number, rows, level, ALL_LEVELS)
                 if not unit.mesh.replicas.is_trivial and not pending.replicated:
                     rows = self._over_replicas(unit, number, rows)
-                self._deliver(unit, number, rows, 1.0 / pending.divisor)
+                self._deliver(unit, number, rows, pending.divisor)
         if pending.target == ALL_LEVELS:
             self.partials.pop(unit.index, None)
             unit.valid = [True] * len(unit.valid)
@@ -285,7 +287,7 @@ class Reducer:
     def _numels_at_grads(self, unit: Unit) -> list[int]:
         return [segment.numel // unit.mesh.factors.grads for segment in unit.layout.segments]
 
-    def _climb(self, unit: Unit, number: int, rows: Tensor, level: int, target: int) -> Tensor:
+    def _climb(self, unit: Unit, number: int, rows: Rows, level: int, target: int) -> Rows:
         for index in range(level, target):
             group = unit.mesh.reduce[index]
             if group.is_trivial:
@@ -296,40 +298,46 @@ class Reducer:
                 self.control.wait(work)
         return rows
 
-    def _over_replicas(self, unit: Unit, number: int, rows: Tensor) -> Tensor:
+    def _over_replicas(self, unit: Unit, number: int, rows: Rows) -> Rows:
         total = self._sum(unit, number, rows, "replicas")
         self.bytes_moved += 2 * total.nbytes
         self.control.wait(self.transport.all_reduce(unit.mesh.replicas, total))
-        return total.view(1, -1)
+        return (total,)
 
-    def _sum(self, unit: Unit, number: int, rows: Tensor, role: str) -> Tensor:
+    def _sum(self, unit: Unit, number: int, rows: Rows, role: str) -> Tensor:
         dtype = gradient_dtype(unit.layout.segments[number].master)
-        total = self._scratch(role, rows.shape[1], dtype, rows.device)
+        total = self._scratch(role, rows[0].numel(), dtype, rows[0].device)
         total.copy_(rows[0])
         for row in rows[1:]:
             total.add_(row)
         return total
 
-    def _deliver(self, unit: Unit, number: int, rows: Tensor, factor: float) -> None:
+    def _deliver(self, unit: Unit, number: int, rows: Rows, divisor: int) -> None:
         """Write or add the mean into the gradient range, by parameter."""
         grad = unit.grads[number]
-        runs = self._runs(unit, number)
-        if len(runs) == 1:
-            self._add_rows(grad, rows.unbind(), factor, runs[0][2])
-            return
-        for start, stop, valid in runs:
-            self._add_rows(grad[start:stop], rows[:, start:stop].unbind(), factor, valid)
-
-    @staticmethod
-    def _add_rows(target: Tensor, rows: Sequence[Tensor], factor: float, valid: bool) -> None:
-        if not valid:
-            if rows[0].dtype is target.dtype:
-                torch.mul(rows[0], factor, out=target)
+        for start, stop, valid in self._runs(unit, number):
+            if stop - start == grad.numel():
+                self._add_rows(grad, rows, divisor, valid)
             else:
-                target.copy_(rows[0]).mul_(factor)
-            rows = rows[1:]
-        for row in rows:
-            target.add_(row, alpha=factor)
+                self._add_rows(grad[start:stop], [row[start:stop] for row in rows], divisor, valid)
+
+    def _add_rows(self, target: Tensor, rows: Rows, divisor: int, valid: bool) -> None:
+        factor = 1.0 / divisor
+        for number, row in enumerate(rows):
+            if valid or number > 0:
+                target.add_(row, alpha=factor)
+            elif row.dtype is target.dtype:
+                torch.mul(row, self._factor(divisor, row.dtype), out=target)
+            else:
+                target.copy_(row).mul_(factor)
+
+    def _factor(self, divisor: int, dtype: torch.dtype) -> Tensor:
+        """1 / divisor, 0-dim: as a number it would be made a tensor at every call."""
+        factor = self._factors.get((divisor, dtype))
+        if factor is None:
+            with torch.inference_mode(False):
+                factor = self._factors[divisor, dtype] = torch.tensor(1.0 / divisor, dtype=dtype)
+        return factor
 
     def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import zip_longest
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +33,10 @@ from lamina.core.shard_tensor import Shard, convert_
 from lamina.core.slots import Slot
 from lamina.errors import ParameterChanged
 from lamina.runtime.units import UnitPlan
+from lamina.runtime.windows import Entry, refresh_flat_weights, windows_of
 
-
-@dataclass
-class Entry:
-    """One place in a module where a parameter is swapped in and out."""
-
-    parameters: dict[str, nn.Parameter | None]  # the module's own dict
-    attribute: str
-    position: int  # number of the parameter in the layout
-    path: str  # qualified name of this place
+_is_trainable, _grad_of = attrgetter("requires_grad"), attrgetter("grad")
+_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
 
 
 class Unit:
@@ -60,7 +56,7 @@ class Unit:
         self.name = plan.name or "root"
         self.params = list(params)  # the user's objects, in layout order
         self.entries = list(entries)
-        self._places = [(entry.parameters, entry.attribute, entry.position) for entry in entries]
+        self.module_windows = windows_of(entries, params)
         self.plain = plain
         self.sharded = mesh.factors.shards_parameters
         self.trainable = any(spec.trainable for spec in layout.params)
@@ -69,6 +65,7 @@ class Unit:
         self.version = 0  # counts changes of the weights, as root forwards see them
         self.wanted = [spec.trainable for spec in layout.params]  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
+        self._shown: dict[Slot, list[dict[str, nn.Parameter | None]]] = {}  # by window, what a use of the slot shows
         self.overflow: list[Slot] = []
         self.windows = 0  # open uses whose modules see full parameters
         self.kept = 0  # `keep` scopes that hold it
@@ -79,6 +76,7 @@ class Unit:
         self.published: list[Tensor] = []
         self.grads: list[Tensor] = []
         self.grad_views: list[Tensor] = []  # what p.grad is, in layout order; empty where frozen
+        self._grad_locals: list[Tensor] = []  # their `.local`, where they are Shards
         self.had = [False] * len(self.params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(self.params)  # the gradient buffer holds this parameter's accumulated gradient
         self.earlier: dict[int, Tensor] = {}  # gradients kept apart while tensor hooks see the new ones
@@ -153,17 +151,16 @@ class Unit:
 
     def swap_in(self, slot: Slot, forward: bool) -> None:
         """Let the modules see the full parameters of `slot`."""
-        fulls, params, first = slot.fulls, self.params, self.windows == 0
-        for parameters, attribute, position in self._places:
-            param, full = params[position], fulls[position]
-            if first and parameters.get(attribute) is not param:
-                for entry in self.entries:
-                    self.check_entry(entry)
-            parameters[attribute] = full
-        if forward:
-            for position, (param, full) in enumerate(zip(params, fulls, strict=True)):
-                if full.requires_grad is not param.requires_grad:
-                    self._follow_requires_grad(position, full, param)
+        shown = self._shown.get(slot)
+        if shown is None:
+            shown = self._shown[slot] = [window.fulls(slot.fulls) for window in self.module_windows]
+        for window, values in zip(self.module_windows, shown, strict=True):
+            if self.windows == 0:
+                window.check()
+            window.show(values)
+        if forward and list(map(_is_trainable, self.params)) != list(map(_is_trainable, slot.fulls)):
+            for position, (param, full) in enumerate(zip(self.params, slot.fulls, strict=True)):
+                self._follow_requires_grad(position, full, param)
         for module in self.recurrent:
             refresh_flat_weights(module)
 
@@ -174,16 +171,9 @@ class Unit:
             if self.windows == 0 and not self.plain:
                 self.swap_out()
 
-    def check_entry(self, entry: Entry) -> None:
-        """The module still holds the parameter that was sharded."""
-        found = entry.parameters.get(entry.attribute)
-        if found is not self.params[entry.position]:
-            raise ParameterChanged(_replaced(entry, found))
-
     def swap_out(self) -> None:
-        params = self.params
-        for parameters, attribute, position in self._places:
-            parameters[attribute] = params[position]
+        for window in self.module_windows:
+            window.shut()
         for module in self.recurrent:
             refresh_flat_weights(module)
 
@@ -270,6 +260,7 @@ class Unit:
                 param = self.params[position]
                 if isinstance(param, Shard):
                     self.grad_views.append(Shard(local, param.spec.derived))
+                    self._grad_locals.append(local)
                 else:
                     self.grad_views.append(local.view(spec.shape) if segment.trainable else local)
                 position += 1
@@ -277,18 +268,27 @@ class Unit:
     def note_existing_gradients(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make_gradients()
-        held = _held_elsewhere(self.grad_views)
-        for i, view in enumerate(self.grad_views):
-            grad = self.params[i].grad
+        held = self._held_elsewhere()
+        for i, grad in enumerate(map(_grad_of, self.params)):
             self.valid[i] = self.had[i] = grad is not None
-            if grad is not None and not self.plain and self.params[i]._backward_hooks:
+            if grad is None:
+                if held is not None and held[i]:
+                    self._leave_to_the_user(i)
+                continue
+            if not self.plain and self.params[i]._backward_hooks:
                 self.valid[i] = False  # hooks are to see the new gradient alone
                 self.earlier[i] = local_of(grad).clone()
-            if grad is None:
-                if held[i]:
-                    self._leave_to_the_user(i)
-            elif grad is not view:
+            view = self.grad_views[i]
+            if grad is not view:
                 local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
+
+    def _held_elsewhere(self) -> list[bool] | None:
+        """Which gradients anybody else refers to, as the object or as its `.local`; None: none of them."""
+        views = list(map(sys.getrefcount, self.grad_views))
+        locals_ = list(map(sys.getrefcount, self._grad_locals))
+        if views.count(_ALONE) == len(views) and locals_.count(_ALONE_LOCAL) == len(locals_):
+            return None
+        return [v > _ALONE or p > _ALONE_LOCAL for v, p in zip_longest(views, locals_, fillvalue=0)]
 
     def _leave_to_the_user(self, position: int) -> None:
         """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
@@ -297,6 +297,7 @@ class Unit:
             place = view.local
             view.local = place.clone()
             self.grad_views[position] = Shard(place, view.spec)
+            self._grad_locals[position] = place
         else:
             place = view.detach()
             view.set_(view.clone().untyped_storage(), 0, view.shape, view.stride())
@@ -304,13 +305,13 @@ class Unit:
 
     def bind_gradients(self, used: Sequence[bool]) -> None:
         """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
-        for position, (param, grad, is_used) in enumerate(zip(self.params, self.grad_views, used, strict=True)):
-            if not is_used:
-                continue
-            if param.grad is not grad:
+        for param, grad, is_used in zip(self.params, self.grad_views, used, strict=True):
+            if is_used and param.grad is not grad:
                 param.grad = grad
-            if not self.plain and (param._backward_hooks or param._post_accumulate_grad_hooks):
-                self._call_hooks(position, param, grad)
+        if not self.plain and any(any(map(hooks_of, self.params)) for hooks_of in _HOOKS):
+            for position, is_used in enumerate(used):
+                if is_used:
+                    self._call_hooks(position, self.params[position], self.grad_views[position])
 
     def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
         """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
@@ -337,23 +338,12 @@ def give_memory(param: nn.Parameter, value: Tensor) -> None:
         param.grad = grad.to(param.device, param.dtype)
 
 
-def _held_elsewhere(views: list[Tensor]) -> list[bool]:
-    """Which gradients anybody but this list refers to, as the object or as its `.local`."""
-    count = sys.getrefcount
-    return [count(v) > _ALONE or (type(v) is Shard and count(v.local) > _ALONE_LOCAL) for v in views]
-
-
 def _references_when_alone() -> tuple[int, int]:
-    """What `sys.getrefcount` says, in a list comprehension like the one above, of objects that nobody else holds."""
-    count = sys.getrefcount
-    spec = ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None)
-    shards = [Shard(torch.zeros(1), spec)]
-    return [count(v) for v in shards][0], [count(v.local) for v in shards][0]  # noqa: RUF015  # the same kind of frame
-
-
-def refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Recurrent modules hold a list of their weights beside the dict."""
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment, union-attr]
+    """What `sys.getrefcount`, mapped over a list, says of a view and of its local tensor that nobody else holds."""
+    shard = Shard(torch.zeros(1), ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None))
+    views, locals_ = [shard], [shard.local]
+    del shard
+    return next(map(sys.getrefcount, views)), next(map(sys.getrefcount, locals_))
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -391,11 +381,3 @@ def split_parameter(param: nn.Parameter, dim: int, group: ProcessGroup) -> nn.Pa
     shape[dim] *= group.size()
     PARTS[param] = (group, GlobalSpec(torch.Size(shape), dim, start))
     return param
-
-
-def _replaced(entry: Entry, found: object) -> str:
-    what = "was deleted" if found is None else f"was replaced by a new {type(found).__name__}"
-    return (
-        f"`{entry.path}` {what} after lamina.shard(). Change values in place instead: `with torch.no_grad(): "
-        "p.copy_(new)`, `load_state_dict(..., assign=False)`, or `with lamina.gathered(module, write=True)`"
-    )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,30 +98,32 @@ def hook_of(node: Any, begin: Callable[[Use], None], end: Callable[[Use], None])
     return hook
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in a nested value: containers, dataclasses, and the attributes of other objects."""
+    found: list[Tensor] = []
+    _collect(value, found, 0)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor], depth: int) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, PLAIN_LEAVES) or depth > MAXIMAL_DEPTH:
         return
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item, depth + 1)
+            _collect(item, found, depth + 1)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from tensors_in(item, depth + 1)
+            _collect(item, found, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+            _collect(getattr(value, field.name, None), found, depth + 1)
     elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        yield from _attributes(value, depth)
-
-
-def _attributes(value: Any, depth: int) -> Iterator[Tensor]:
-    for name in getattr(type(value), "__slots__", ()):
-        yield from tensors_in(getattr(value, name, None), depth + 1)
-    for item in getattr(value, "__dict__", {}).values():
-        yield from tensors_in(item, depth + 1)
+        for name in getattr(type(value), "__slots__", ()):
+            _collect(getattr(value, name, None), found, depth + 1)
+        for item in getattr(value, "__dict__", {}).values():
+            _collect(item, found, depth + 1)
 
 
 def hides_tensors(value: Any) -> bool:
@@ -129,29 +131,29 @@ def hides_tensors(value: Any) -> bool:
     return callable(value) or hasattr(value, "__next__")
 
 
-def nodes_of_inputs(values: Any) -> tuple[list[Any], int]:
+def nodes_of_inputs(tensors: Sequence[Tensor]) -> tuple[list[Any], int]:
     """Nodes of the differentiable inputs, and how many must pass before the use has ended (0: unknown)."""
     nodes: list[Any] = []
-    devices: set[Any] = set()
-    for tensor in tensors_in(values):
+    devices: set[torch.device] = set()
+    for tensor in tensors:
         if tensor.requires_grad:
             devices.add(tensor.device)
-            if tensor.grad_fn is not None and all(tensor.grad_fn is not n for n in nodes):
-                nodes.append(tensor.grad_fn)
+            _take(tensor.grad_fn, nodes)
     return nodes, (1 if len(devices) == 1 else len(nodes)) if nodes else 0
 
 
-def nodes_of_outputs(values: Any, inputs: list[Any]) -> list[Any]:
+def nodes_of_outputs(tensors: Sequence[Tensor], inputs: list[Any]) -> list[Any]:
     """Nodes whose turn means that the unit's backward begins."""
     nodes: list[Any] = []
-
-    def take(node: Any) -> None:
-        if node is not None and all(node is not n for n in nodes) and all(node is not n for n in inputs):
-            nodes.append(node)
-
-    for tensor in tensors_in(values):
+    for tensor in tensors:
         if tensor.requires_grad:
-            take(tensor.grad_fn)
+            _take(tensor.grad_fn, nodes, inputs)
             if tensor._is_view() and tensor._base is not None:
-                take(tensor._base.grad_fn)
+                _take(tensor._base.grad_fn, nodes, inputs)
     return nodes
+
+
+def _take(node: Any, nodes: list[Any], others: Sequence[Any] = ()) -> None:
+    """Add a node that is neither there nor among the others; torch gives one object for one node."""
+    if node is not None and node not in nodes and node not in others:
+        nodes.append(node)
