@@ -72,9 +72,11 @@ class GroupMaker:
 
     def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
         self.ranks, self.me, self.whole_world, self.backend = ranks, me, whole_world, backend
-        if _shared.world is None or _shared.world() is not dist.group.WORLD:
+        world = dist.group.WORLD
+        assert world is not None
+        if _shared.world is None or _shared.world() is not world:
             forget_groups()
-            _shared.world = weakref.ref(dist.group.WORLD)
+            _shared.world = weakref.ref(world)
 
     def make(self, level: Level, lane: str) -> Group:
         """This rank's group of a level."""

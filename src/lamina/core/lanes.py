@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Lane:
@@ -22,7 +22,7 @@ class Lane:
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Work inside is queued on this lane."""
-        return _NOTHING
+        return NOTHING
 
     def mark(self) -> Mark | None:
         """The point that this lane has reached."""

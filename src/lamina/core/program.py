@@ -28,9 +28,9 @@ class Op(enum.Enum):
     BACKWARD = "BWD"
     REDUCE = "RS"
 
-    @property
-    def is_collective(self) -> bool:
-        return self is Op.GATHER or self is Op.REDUCE
+    def __init__(self, short: str) -> None:
+        self.is_collective = short in ("AG", "RS")
+        self.verb = self.name.lower()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class SlotState(enum.Enum):
     GRADS = "grads"
 
 
+WEIGHTY = (SlotState.WEIGHTS, SlotState.GATHERING)  # the weights are there, or on their way
+
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     SlotState.EMPTY: frozenset({SlotState.GATHERING, SlotState.GRADS}),  # GRADS: zeros of a skipped unit
     SlotState.GATHERING: frozenset({SlotState.WEIGHTS, SlotState.GATHERING, SlotState.EMPTY}),
@@ -68,18 +70,22 @@ class Slot:
 
     @property
     def has_weights(self) -> bool:
-        return self.state is SlotState.WEIGHTS or self.state is SlotState.GATHERING
+        return self.state in WEIGHTY
 
     def to(self, state: SlotState) -> None:
         """The only writer of `state`."""
         if DebugMode.enabled:
-            assert state in TRANSITIONS[self.state], f"{self.layout.name}: {self.state.name} -> {state.name}"
-            if state is not SlotState.EMPTY:
-                alive = [s.layout.name for s in self.shares if s.state is not SlotState.EMPTY]
-                assert not alive, f"{self.layout.name} -> {state.name} while {alive} hold the same bytes"
+            self._check(state)
         self.state = state
-        if state is SlotState.EMPTY and DebugMode.enabled:
+
+    def _check(self, state: SlotState) -> None:
+        """Debug mode: the transition is legal, and what becomes empty is not read any more."""
+        assert state in TRANSITIONS[self.state], f"{self.layout.name}: {self.state.name} -> {state.name}"
+        if state is SlotState.EMPTY:
             self._poison()
+        else:
+            alive = [s.layout.name for s in self.shares if s.state is not SlotState.EMPTY]
+            assert not alive, f"{self.layout.name} -> {state.name} while {alive} hold the same bytes"
 
     def _poison(self) -> None:
         """Debug mode: NaN where nobody may read, in order with the work before and after it."""

@@ -82,7 +82,7 @@ class Engine:
         for unit in self.units:
             if unit.plain:
                 continue
-            unit.check_masters()
+            unit.look()
             unit.version += unit.dirty.value
             if unit.kept and unit.dirty.value:
                 raise StateError(
@@ -173,17 +173,18 @@ class Engine:
         """A use has ended: its modules see the persistent parameters again, its slot may be given away."""
         unit.shut_window()
         phase = self.phase
-        in_backward = phase is not None and phase.key.kind is Kind.BACKWARD
-        self.residency.release(unit, slot, hold_overflow=in_backward)
+        if slot is not None:
+            in_backward = phase is not None and phase.key.kind is Kind.BACKWARD
+            self.residency.release(unit, slot, hold_overflow=in_backward)
         if phase is not None and phase.recorded is not None:
             self._pump(phase)
 
     # ---- following the program ---------------------------------------------------------------------------------
 
     def _follow(self, phase: Phase, op: Op, unit: Unit) -> None:
-        step = phase.next()
-        if step is not None and step.unit == unit.index and step.op is op:
-            phase.cursor += 1
+        steps, cursor = phase.steps, phase.cursor
+        if cursor < len(steps) and steps[cursor].unit == unit.index and steps[cursor].op is op:
+            phase.cursor = cursor + 1
         else:
             self._jump(phase, op, unit)
         if not unit.is_ready:
@@ -236,7 +237,7 @@ class Engine:
     def _execute(self, phase: Phase, step: Step) -> None:
         unit = self.units[step.unit]
         position = self.control.position
-        position.verb, position.unit = step.op.name.lower(), unit.name
+        position.verb, position.unit = step.op.verb, unit.name
         if step.op is Op.REDUCE:
             self.gradients.reduce(phase, unit, contribute=step.unit in phase.ready)
         elif not (self.one_sided and unit.is_ready):
@@ -294,10 +295,11 @@ class Engine:
             phase.tasks[task] = []
             phase.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             Variable._execution_engine.queue_callback(lambda: self._end_task(task))
-        for other in [u for u in phase.tasks[task] if u.opened > use.closed]:
+        active = phase.tasks[task]
+        for other in [u for u in active if u.opened > use.closed] if active else ():
             self._finish_use(other)  # Note [Begin and end] 4
         use.active_in, use.waiting = task, use.input_count
-        phase.tasks[task].append(use)
+        active.append(use)
         use.slot = self.enter(unit, Op.BACKWARD, use.slot)
 
     def end_use(self, use: Use) -> None:

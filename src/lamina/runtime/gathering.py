@@ -107,8 +107,12 @@ class Gatherer:
         self.bytes_moved += route.moved_bytes
         for stage in route.outer:
             self.control.wait(self.transport.all_gather(stage.group, stage.whole, stage.part))
-        works = [self.transport.all_gather(stage.group, stage.whole, stage.part) for stage in route.last]
-        return [work for work in works if work is not None]
+        works = []
+        for stage in route.last:
+            work = self.transport.all_gather(stage.group, stage.whole, stage.part)
+            if work is not None:
+                works.append(work)
+        return works
 
     def _route(self, unit: Unit, slot: Slot) -> Route:
         route = Route()

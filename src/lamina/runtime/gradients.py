@@ -8,17 +8,21 @@ Note [None or zero]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from lamina.core.control import Control, Flags
-from lamina.core.lanes import Lanes
+from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.phase import Phase
 from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
 from lamina.runtime.unit import Unit
+
+_grad_of = attrgetter("grad")
 
 
 class Gradients:
@@ -53,8 +57,8 @@ class Gradients:
     def of(self, unit: Unit) -> list[Tensor | None]:
         """This rank's gradients, by parameter, summed over the slots that the unit was used in."""
         if unit.slot is None:
-            return [param.grad for param in unit.params]
-        gradients: list[Tensor | None] = [full.grad for full in unit.slot.fulls]
+            return list(map(_grad_of, unit.params))
+        gradients: list[Tensor | None] = list(map(_grad_of, unit.slot.fulls))
         for slot in unit.overflow:
             for i, full in enumerate(slot.fulls):
                 if full.grad is not None:
@@ -63,7 +67,10 @@ class Gradients:
         return gradients
 
     def any_of(self, unit: Unit) -> bool:
-        return any(gradient is not None for gradient in self.of(unit))
+        for gradient in self.of(unit):  # noqa: SIM110  # a generator costs more than this loop
+            if gradient is not None:
+                return True
+        return False
 
     def all_of(self, unit: Unit) -> bool:
         """Autograd gives a leaf its gradient once a graph task: when all are there, no use is still to come."""
@@ -89,7 +96,7 @@ class Gradients:
         gradients = self.of(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self.residency.free_home(unit)
         place = self.reducer.stage(unit) if slot is None else slot
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # on in create_graph, and outside backwards
             self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
         if contribute:
             self.drop(unit)
@@ -107,13 +114,13 @@ class Gradients:
                 if segment.trainable:
                     target.zero_()
         views, values = [], []
-        for i, (spec, view, gradient) in enumerate(zip(unit.layout.params, place.views, gradients, strict=True)):
+        for i, gradient in enumerate(gradients):
             if gradient is not None:
-                views.append(view)
-                values.append(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+                views.append(place.views[i])
+                values.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
                 unit.touched[i] = True
-            elif clean and spec.trainable:
-                view.zero_()
+            elif clean and unit.layout.params[i].trainable:
+                place.views[i].zero_()
         if views:
             torch._foreach_copy_(views, values)
 
@@ -142,10 +149,8 @@ class Gradients:
         here = {index: self.units[index].touched for index in complete}
         if self.control.world == 1 or not complete:
             return here
-        flat = [flag for index in complete for flag in here[index]]
-        expected = [spec.trainable for index in complete for spec in self.units[index].layout.params]
-        everyone = self.flags.start(flat)
-        if all(flag or not wanted for flag, wanted in zip(flat, expected, strict=True)):
+        everyone = self.flags.start(list(chain.from_iterable(here.values())))
+        if all(here[index] == self.units[index].expected for index in complete):
             return here
         anywhere = iter(everyone())
         return {index: [next(anywhere) for _ in flags] for index, flags in here.items()}

@@ -27,7 +27,7 @@ from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, no
 _moments = itertools.count(1)  # of forwards that begin and end
 
 
-@dataclass
+@dataclass(slots=True)
 class Frame:
     """One call of a hooked module."""
 

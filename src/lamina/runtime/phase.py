@@ -64,9 +64,6 @@ class Phase:
     def __post_init__(self) -> None:
         self.steps: tuple[Step, ...] = () if self.recorded is None else self.recorded.steps
 
-    def next(self) -> Step | None:
-        return self.steps[self.cursor] if self.cursor < len(self.steps) else None
-
     def find(self, op: Op, unit: int) -> int | None:
         """Index of the next such step that is not behind the cursor."""
         steps = self.steps

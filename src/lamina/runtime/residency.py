@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from lamina.core.lanes import Lanes
-from lamina.core.slots import Slot, SlotState
+from lamina.core.slots import WEIGHTY, Slot, SlotState
 from lamina.errors import StateError
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.reducing import Reducer
@@ -30,7 +30,7 @@ class Residency:
 
     def here(self) -> frozenset[int]:
         """Units whose home holds weights."""
-        return frozenset(u.index for u in self.units if u.slot is not None and u.slot.has_weights)
+        return frozenset([u.index for u in self.units if u.slot is not None and u.slot.state in WEIGHTY])
 
     def conflicts(self, index: int) -> list[int]:
         """Units that share bytes with a unit."""
@@ -42,7 +42,9 @@ class Residency:
         slot = unit.slot
         if slot is None:
             return
-        self._finish_sharing_reduction(slot)
+        pending = self.reducer.pending
+        if pending is not None and (pending.slot is slot or pending.slot in slot.shares):
+            self.reducer.finish()  # Note [Reduction] 5: at a moment that the program fixes
         if self._is_blocked(slot):
             slot = self._overflow_slot(unit)
         else:
@@ -53,14 +55,19 @@ class Residency:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
         if slot is None or (slot.pins and slot.state is SlotState.WEIGHTS):
             return False  # the same weights, in use
-        return any(other.pins for other in slot.shares)
+        for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
+            if other.pins:
+                return True
+        return False
 
     def weights_in(self, unit: Unit, wanted: Slot | None) -> Slot:
         """The slot that a use reads, its weights there: the wanted one if one is given, else any. Note [Room] 3."""
         home = unit.slot
-        if home is not None and (wanted is None or wanted is home) and home.has_weights:
-            self.gatherer.finish(home)
-            return home
+        if home is not None and (wanted is None or wanted is home):
+            if home.state is SlotState.GATHERING:
+                self.gatherer.finish(home)
+            if home.state is SlotState.WEIGHTS:
+                return home
         holder = next((slot for slot in unit.slots if slot.has_weights), None)
         assert holder is not None, f"{unit.name} was not gathered"
         slot = holder if wanted is None else wanted
@@ -69,9 +76,9 @@ class Residency:
         self.gatherer.finish(slot)
         return slot
 
-    def release(self, unit: Unit, slot: Slot | None, hold_overflow: bool) -> None:
+    def release(self, unit: Unit, slot: Slot, hold_overflow: bool) -> None:
         """A use no longer reads a slot."""
-        if slot is None or slot.pins == 0:
+        if slot.pins == 0:
             return
         slot.pins -= 1
         if slot.pins == 0:
@@ -82,6 +89,8 @@ class Residency:
 
     def empty(self, unit: Unit) -> None:
         """Forget a unit's weights where no use reads them."""
+        if not unit.overflow and (unit.slot is None or unit.slot.state is SlotState.EMPTY):
+            return
         for slot in unit.slots:
             if slot.state is SlotState.EMPTY:
                 continue
@@ -122,16 +131,13 @@ class Residency:
     def _is_blocked(self, slot: Slot) -> bool:
         if slot.state is SlotState.GRADS:
             return True
-        return any(other.pins or other.state is SlotState.GRADS for other in slot.shares)
-
-    def _finish_sharing_reduction(self, slot: Slot) -> None:
-        """Note [Reduction] 5: at a moment that the program fixes."""
-        pending = self.reducer.pending
-        if pending is not None and (pending.slot is slot or pending.slot in slot.shares):
-            self.reducer.finish()
+        for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
+            if other.pins or other.state is SlotState.GRADS:
+                return True
+        return False
 
     def _evict_sharing(self, slot: Slot) -> None:
-        for other in slot.shares:
+        for other in slot.shares:  # a generator costs more than this loop
             if other.state is not SlotState.EMPTY:
                 self.gatherer.finish(other)
                 other.to(SlotState.EMPTY)

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,16 @@ from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import Shard, convert_
-from lamina.core.slots import Slot
+from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, refresh_flat_weights, windows_of
 
-_is_trainable, _grad_of = attrgetter("requires_grad"), attrgetter("grad")
-_HOOKS = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
+# Without it torch looks for `__torch_function__` at every attribute of a subclass: a third of the loops below.
+AS_PLAIN = torch._C.DisableTorchFunctionSubclass
+
+_is_trainable, _grad_of, _local_of = attrgetter("requires_grad"), attrgetter("grad"), attrgetter("local")
+_hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Unit:
@@ -63,8 +66,11 @@ class Unit:
         self.communicates = mesh.factors.uses_shards
         self.dirty = DirtyFlag(True)
         self.version = 0  # counts changes of the weights, as root forwards see them
-        self.wanted = [spec.trainable for spec in layout.params]  # which gradients a use should leave
+        self.expected = [spec.trainable for spec in layout.params]  # which gradients there is a place for
+        self.wanted = list(self.expected)  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
+        self.requires = self.expected  # requires_grad of the user's parameters when the root forward began
+        self._followed: dict[Slot, list[bool]] = {}  # the same of a slot's full parameters
         self._shown: dict[Slot, list[dict[str, nn.Parameter | None]]] = {}  # by window, what a use of the slot shows
         self.overflow: list[Slot] = []
         self.windows = 0  # open uses whose modules see full parameters
@@ -93,7 +99,9 @@ class Unit:
     def is_ready(self) -> bool:
         """Whether its weights are here, or on their way."""
         home = self.slot
-        return home is None or home.has_weights or any(slot.has_weights for slot in self.overflow)
+        if home is None or home.state in WEIGHTY:
+            return True
+        return bool(self.overflow) and any(slot.has_weights for slot in self.overflow)
 
     # ---- masters -----------------------------------------------------------------------------------------------
 
@@ -154,13 +162,15 @@ class Unit:
         shown = self._shown.get(slot)
         if shown is None:
             shown = self._shown[slot] = [window.fulls(slot.fulls) for window in self.module_windows]
+            self._followed[slot] = self.expected
         for window, values in zip(self.module_windows, shown, strict=True):
             if self.windows == 0:
                 window.check()
             window.show(values)
-        if forward and list(map(_is_trainable, self.params)) != list(map(_is_trainable, slot.fulls)):
+        if forward and self._followed[slot] != self.requires:
             for position, (param, full) in enumerate(zip(self.params, slot.fulls, strict=True)):
                 self._follow_requires_grad(position, full, param)
+            self._followed[slot] = self.requires
         for module in self.recurrent:
             refresh_flat_weights(module)
 
@@ -188,8 +198,18 @@ class Unit:
         full.requires_grad_(param.requires_grad)
         self.wanted[position] = param.requires_grad
 
+    def look(self) -> None:
+        """Before a root forward: see what the user has done to the parameters.
+
+        Every one is still a view of its master: `.to()`, `.double()` and the like would have moved it.
+        """
+        with AS_PLAIN():
+            self.requires = list(map(_is_trainable, self.params))
+        if not self._untouched():
+            self.check_masters()
+
     def check_masters(self) -> None:
-        """Every parameter is still a view of its master: `.to()`, `.double()` and the like would have moved it."""
+        """Raise if a parameter was cast or moved; take back values that were given other memory."""
         if self.plain or self._untouched():
             return
         for param, spec in zip(self.params, self.layout.params, strict=True):
@@ -209,7 +229,7 @@ class Unit:
         """The quick look: the same tensor objects as when the masters were made."""
         if not self.communicates:
             return self._in_place()
-        return all(param.local is local for param, local in zip(self.params, self.locals, strict=True))  # type: ignore[attr-defined]
+        return all(map(is_, map(_local_of, self.params), self.locals))
 
     def _in_place(self) -> bool:
         position = 0
@@ -269,7 +289,9 @@ class Unit:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make_gradients()
         held = self._held_elsewhere()
-        for i, grad in enumerate(map(_grad_of, self.params)):
+        with AS_PLAIN():
+            grads = list(map(_grad_of, self.params))
+        for i, grad in enumerate(grads):
             self.valid[i] = self.had[i] = grad is not None
             if grad is None:
                 if held is not None and held[i]:
@@ -305,10 +327,12 @@ class Unit:
 
     def bind_gradients(self, used: Sequence[bool]) -> None:
         """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
-        for param, grad, is_used in zip(self.params, self.grad_views, used, strict=True):
-            if is_used and param.grad is not grad:
-                param.grad = grad
-        if not self.plain and any(any(map(hooks_of, self.params)) for hooks_of in _HOOKS):
+        with AS_PLAIN():
+            for param, grad, is_used in zip(self.params, self.grad_views, used, strict=True):
+                if is_used and param.grad is not grad:
+                    param.grad = grad
+            hooked = not self.plain and (any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params)))
+        if hooked:
             for position, is_used in enumerate(used):
                 if is_used:
                     self._call_hooks(position, self.params[position], self.grad_views[position])
