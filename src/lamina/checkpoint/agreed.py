@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from lamina import errors
-from lamina.core.control import Control, Position
+from lamina.core.control import Control
 from lamina.errors import CheckpointError, LaminaError
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ T = TypeVar("T")
 def at_place(control: Control, kind: str, what: str) -> Iterator[None]:
     """Inside, a rank that waits for others says that it is saving or loading."""
     before = control.position
-    control.position = Position(before.phase, kind, kind, "agrees on", what)
+    control.position = replace(before, mode=kind, kind=kind, verb="agrees on", unit=what)
     try:
         yield
     finally:
@@ -62,4 +63,4 @@ def _told(error: Exception, while_doing: str) -> str:
 def warn_once(control: Control, message: str) -> None:
     """A warning, printed once and not once a rank."""
     if control.rank == 0:
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=3)

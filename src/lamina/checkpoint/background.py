@@ -9,11 +9,12 @@ its error is raised by the next call about checkpoints.
 from __future__ import annotations
 
 import atexit
+import datetime
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 
 from lamina.checkpoint.datafile import Draft, as_bytes, slices
 from lamina.core.control import Control, Position
+from lamina.errors import CheckpointError, LaminaError
 from lamina.runtime.assemble import Runtime
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+PATIENCE = datetime.timedelta(days=1)  # with a slow disk of another rank
 
 
 class Work(Protocol):
@@ -69,8 +70,10 @@ class Background:
         def run() -> None:
             try:
                 work.run(self._control, lambda: slices(self._image[: self._data_bytes]))
-            except BaseException as error:
+            except LaminaError as error:
                 self._error = error
+            except BaseException as error:  # of Gloo, when a peer is gone
+                self._error = CheckpointError(f"a save in the background failed: {type(error).__name__}: {error}")
 
         self._thread = threading.Thread(target=run, name="lamina-save", daemon=True)
         RUNNING.append(self)
@@ -119,13 +122,19 @@ def finish() -> None:
 
 
 def _own_control(runtime: Runtime) -> Control:
-    mesh, name = runtime.mesh, f"{runtime.control.name}-save"
-    group: ProcessGroup | None = None
-    if mesh.world > 1:
-        whole_world = mesh.world == dist.get_world_size()
-        group = dist.new_group(sorted(mesh.global_ranks), backend="gloo", use_local_synchronization=not whole_world)
-    control = Control(group, mesh.rank, mesh.world, name)
+    """An agreement for the thread. Collective.
+
+    It is made without a group and given one: so the watch, which looks at one thread and takes for granted that ranks
+    issue in one order, does not look at its waits. A peer that dies ends them, because its connections break.
+    """
+    mesh = runtime.mesh
+    control = Control(None, mesh.rank, mesh.world, f"{runtime.control.name}-save")
     control.position = Position(0, "save", "save", "agrees on", "a checkpoint in the background")
+    if mesh.world > 1:
+        whole_world, ranks = mesh.world == dist.get_world_size(), sorted(mesh.global_ranks)
+        control.group = dist.new_group(
+            ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=not whole_world
+        )
     return control
 
 

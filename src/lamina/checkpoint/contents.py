@@ -75,9 +75,11 @@ class Held:
 
     def _cut(self, index: int, replica: int) -> tuple[int, int]:
         """A range of the segment is cut evenly among its copies; what of it lies in this parameter."""
-        length, replicas = self.segment.range_numel, self.mesh.factors.replicas.size
-        begin = index * length + length * replica // replicas
-        end = index * length + length * (replica + 1) // replicas
+        segment, replicas = self.segment, self.mesh.factors.replicas.size
+        end_numel = segment.starts[-1] + segment.params[-1].numel  # padding follows
+        at = index * segment.range_numel
+        length = max(0, min(end_numel - at, segment.range_numel))
+        begin, end = at + length * replica // replicas, at + length * (replica + 1) // replicas
         first = self.segment.starts[self.number]
         start, stop = max(begin - first, 0), min(end - first, self.spec.numel)
         return (start, stop) if start < stop else (0, 0)

@@ -65,12 +65,12 @@ def load(
         BACKGROUND.finish(model)
         check_same_text(control, "arguments to load", [f"{os.path.abspath(path)} {bool(strict)} {optimizer is None}"])
         loading = together(control, lambda: Loading(path, runtime, model, optimizer, strict), what)
-        extra = together(control, loading.verify, what)
+        beside = together(control, loading.verify, what)
         together(control, loading.transfer, f"{what} (the model is partly loaded)")
-        together(control, lambda: loading.hand_over(extra), f"{what} (the model is loaded)")
+        together(control, lambda: loading.hand_over(beside), f"{what} (the model is loaded)")
         if not strict and loading.skipped:
             warn_once(control, f"lamina.load({os.fspath(path)!r}, strict=False) skipped: {'; '.join(loading.skipped)}")
-    return extra["user"]
+    return beside["extra"]
 
 
 def open_source(path: str | os.PathLike[str], rank: int, world: int) -> Source:
@@ -147,7 +147,7 @@ class Loading:
         transfers = self.matched.transfers + [copy for _, _, copy in self.matched.copies]
         self.source.verify(transfers + ([] if self.plan is None else self.plan.transfers), self.staging)
         check_copies(self.source, self.matched, self.staging)
-        return self.source.extra(self.rank, self.world, self.staging)
+        return self.source.beside(self.rank, self.world, self.staging)
 
     def transfer(self) -> None:
         self.source.transfer(self.matched.transfers, self.staging)
@@ -156,12 +156,12 @@ class Loading:
         if self.plan is not None:
             self.source.transfer(self.plan.transfers, self.staging)
 
-    def hand_over(self, extra: dict[str, Any]) -> None:
+    def hand_over(self, beside: dict[str, Any]) -> None:
         """What is no plain tensor: optimizer, modules with a state of their own, random states."""
         if self.plan is not None:
             self.plan.hand_over()
         for name, module in self.model.named_modules():
-            if name in extra["modules"]:
-                module.set_extra_state(extra["modules"][name])
-        if "random" in extra:
-            restore_random_states(extra["random"], self.runtime.device)
+            if name in beside["modules"]:
+                module.set_extra_state(beside["modules"][name])
+        if "random" in beside:
+            restore_random_states(beside["random"], self.runtime.device)

@@ -162,7 +162,7 @@ def to_json(manifest: Manifest) -> str:
         "random": manifest.random,
         "pickled": manifest.pickled,
     }
-    return _lines({**body, "crc32": _own_crc(body)}, depth=3) + "\n"
+    return _lines({**body, "crc32": _own_crc(body)}, depth=3)
 
 
 def _lines(value: Any, depth: int, indent: str = "") -> str:

@@ -56,7 +56,7 @@ class Snapshot:
     ties: dict[str, str]
     wholes: list[Whole]
     states: States | None
-    extra: Encoded  # {"user": ..., "modules": ...}
+    beside: dict[str, Encoded]  # "extra": the user's; "modules": of modules with `get_extra_state`
     random: Encoded
 
     @property
@@ -76,11 +76,13 @@ class Snapshot:
         return made
 
     def sums(self) -> list[int]:
-        """A checksum of everything that may be equal on all ranks: each whole tensor, then `extra`."""
-        extra = zlib.crc32(json.dumps(self.extra.json).encode())
-        for number, tensor in enumerate(self.extra.tensors):
-            extra ^= zlib.crc32(crc_of(tensor).to_bytes(4, "little"), number)
-        return [crc_of(whole.values) for whole in self.wholes + self.state_wholes] + [extra]
+        """A checksum of everything that may be equal on all ranks: each whole tensor, then what is kept beside."""
+        beside = 0
+        for encoded in self.beside.values():
+            beside = zlib.crc32(json.dumps(encoded.json).encode(), beside)
+            for tensor in encoded.tensors:
+                beside = zlib.crc32(crc_of(tensor).to_bytes(4, "little"), beside)
+        return [crc_of(whole.values) for whole in self.wholes + self.state_wholes] + [beside]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +104,16 @@ def take(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | 
         names = {id(h.param): h.name for h in held}
         names |= {id(param): name for name, param in model.named_parameters() if id(param) not in names}
         states = take_apart(optimizer, names, {h.name: h for h in held})
-    values = encode({"user": extra, "modules": module_states(model)}, "extra")
-    return Snapshot(runtime, held, ties_of(runtime), wholes, states, values, encode(random_states(runtime), "random"))
+    beside = {"extra": encode(extra, "extra"), "modules": encode(module_states(model), "get_extra_state()")}
+    own = encode(random_states(runtime), "random states")
+    return Snapshot(runtime, held, ties_of(runtime), wholes, states, beside, own)
 
 
 def divide(snapshot: Snapshot, same: Sequence[bool]) -> Division:
     """Give every value its writers; `same` answers `snapshot.sums()`. Local, and the same on every rank."""
     rank, world = snapshot.runtime.mesh.rank, snapshot.runtime.mesh.world
-    items, texts = [], {"random": json.dumps(snapshot.random.json)}
+    items: list[Item] = []
+    texts: dict[str, str] = {}
     for h in snapshot.held:
         if h.written[0] < h.written[1]:
             items.append(Item(parameter_key(h.name), h.part(h.local)))
@@ -119,15 +123,10 @@ def divide(snapshot: Snapshot, same: Sequence[bool]) -> Division:
     writers = spread([w.values.numel() * w.values.element_size() for w in named], world)
     files = {w.name: writer if equal else None for w, writer, equal in zip(named, writers, same[:-1], strict=True)}
     items += [Item(w.name, w.values.contiguous(), flat=False) for w in named if files[w.name] in (rank, None)]
-    if same[-1] is False or rank == 0:
-        texts["extra"] = json.dumps(snapshot.extra.json)
-        items += _numbered("extra", snapshot.extra)
-    items += _numbered("random", snapshot.random)
+    for what, encoded in {**(snapshot.beside if rank == 0 or not same[-1] else {}), "random": snapshot.random}.items():
+        texts[what] = json.dumps(encoded.json)
+        items += [Item(f"{what}/{i}", t.detach().contiguous(), flat=False) for i, t in enumerate(encoded.tensors)]
     return Division(snapshot, lay_out(items, texts), files, "shared" if same[-1] else "per rank")
-
-
-def _numbered(what: str, encoded: Encoded) -> list[Item]:
-    return [Item(f"{what}/{i}", t.detach().contiguous(), flat=False) for i, t in enumerate(encoded.tensors)]
 
 
 def file_name(rank: int) -> str:
@@ -157,7 +156,7 @@ def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
         optimizer=None if snapshot.states is None else _describe_optimizer(snapshot.states, entry),
         extra=division.extra,
         random=True,
-        pickled=tuple(snapshot.extra.pickled),
+        pickled=tuple(where for encoded in snapshot.beside.values() for where in encoded.pickled),
     )
 
 

@@ -50,6 +50,8 @@ class Stored:
 
     def between(self, start: int, stop: int) -> Iterator[tuple[StoredPiece, int, int]]:
         """The pieces that hold elements of [start, stop), and which."""
+        if start >= stop:
+            return
         first = bisect.bisect_right(self.pieces, start, key=lambda piece: piece.stop)
         for piece in self.pieces[first:]:
             if piece.start >= stop:
@@ -100,9 +102,9 @@ class Source:
         """Optimizer state `key` of the parameter that is stored as `name`."""
         raise NotImplementedError
 
-    def extra(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
-        """What was saved beside the model: "user", "modules" and, for a rank of the same world, "random"."""
-        return {"user": None, "modules": {}}
+    def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
+        """What was saved beside the model: "extra", "modules" and, for a rank of the same world, "random"."""
+        return {"extra": None, "modules": {}}
 
     _files: dict[int, Readable]
 
@@ -160,10 +162,10 @@ class LaminaSource(Source):
         entry = self.manifest.files[number]
         return DataFile(self.where / entry.name, entry.size_bytes, entry.header_crc32)
 
-    def extra(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
+    def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
         shared = self.file(0 if self.manifest.extra == "shared" else self._own)
         assert isinstance(shared, DataFile)
-        found = _decoded(shared, "extra", staging)
+        found = {what: _decoded(shared, what, staging) for what in ("extra", "modules")}
         if self.manifest.random and world == self.manifest.world:
             own = self.file(rank)
             assert isinstance(own, DataFile)

@@ -1,0 +1,341 @@
+"""The format without a model: values, manifests, data files, folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import lamina
+from lamina.checkpoint import folders
+from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, DataFile, Item, lay_out, slices, stream, write_file
+from lamina.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    GroupEntry,
+    Manifest,
+    OptimizerEntry,
+    ParameterEntry,
+    Piece,
+    StateEntry,
+    WholeEntry,
+    from_json,
+    to_json,
+)
+from lamina.checkpoint.source import Stored, StoredPiece
+from lamina.checkpoint.values import decode, encode
+
+# -- values
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(allow_nan=False),
+)
+KEYS = st.one_of(st.text(), st.just("$"), st.integers(), st.tuples(st.integers(), st.text()))
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner), st.tuples(inner, inner), st.dictionaries(KEYS, inner), st.frozensets(st.integers())
+    ),
+    max_leaves=12,
+)
+
+
+def identical(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(identical(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(identical, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype is b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return a == b
+
+
+def there_and_back(value: Any) -> Any:
+    encoded = encode(value, "extra")
+    return decode(json.loads(json.dumps(encoded.json)), encoded.tensors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES)
+def test_python_values_come_back(value: Any) -> None:
+    assert identical(there_and_back(value), value)
+    assert not encode(value, "extra").pickled
+
+
+def test_other_values_come_back() -> None:
+    value = {
+        "tensors": (torch.arange(6.0).view(2, 3), torch.tensor(2 + 1j), torch.empty(0, 3, dtype=torch.bfloat16)),
+        "numpy": [np.arange(4, dtype=np.uint32), np.float64(0.1), np.int8(3), np.array(5)],
+        "infinite": [float("inf"), float("-inf")],
+        "ordered": OrderedDict(b=1, a=torch.ones(2)),
+        "dtype": torch.float16,
+        "set": {1, 2},
+    }
+    assert identical(there_and_back(value), value)
+    assert encode(value, "extra").pickled == []
+    assert there_and_back(float("nan")) != there_and_back(float("nan"))
+
+
+def test_what_needs_pickle_is_named_and_what_it_cannot_do_is_refused() -> None:
+    encoded = encode({"counts": Counter("aab")}, "extra")
+    assert encoded.pickled == ["extra['counts']"] and decode(encoded.json) == {"counts": Counter("aab")}
+    with pytest.raises(lamina.UsageError, match=r"extra\['f'\]\[0\] is a function"):
+        encode({"f": [lambda: 0]}, "extra")
+
+
+def test_small_tensors_inline_exactly() -> None:
+    for value in (
+        torch.tensor(0.1),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor([3, 2**62]),
+        torch.tensor(True),
+    ):
+        encoded = encode(value, "lr", inline_tensors=True)
+        assert not encoded.tensors and identical(decode(json.loads(json.dumps(encoded.json))), value)
+
+
+# -- manifests
+
+
+def manifest(created_ns: int = 1, **changes: Any) -> Manifest:
+    fields: dict[str, Any] = {
+        "world": 2,
+        "strategy": "zero3",
+        "created_ns": created_ns,
+        "writer": {"lamina": "0", "torch": "2"},
+        "block_bytes": BLOCK_BYTES,
+        "files": (FileEntry("a.safetensors", 3, "00000000"), FileEntry("b.safetensors", 0, "00000000")),
+        "parameters": {"w": ParameterEntry((2, 3), "float32", True, (Piece(0, 0, 4), Piece(1, 4, 6)))},
+        "ties": {"v": "w"},
+        "buffers": {"b": WholeEntry((), "int64", None)},
+        "optimizer": OptimizerEntry(
+            "AdamW", (GroupEntry(("w",), {"lr": 0.1}),), {"w": StateEntry({"exp_avg": "float32"}, {}, {"step": 3})}
+        ),
+        "extra": "shared",
+        "random": True,
+    }
+    return Manifest(**{**fields, **changes})
+
+
+def test_a_manifest_comes_back() -> None:
+    assert from_json(to_json(manifest()), "m") == manifest()
+    assert from_json(to_json(manifest(optimizer=None)), "m").optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (
+            {"parameters": {"w": ParameterEntry((2, 3), "float32", True, (Piece(0, 0, 4),))}},
+            "4 of the 6 elements of `w`",
+        ),
+        (
+            {"parameters": {"w": ParameterEntry((6,), "float32", True, (Piece(0, 0, 4), Piece(1, 3, 6)))}},
+            "at element 4",
+        ),
+        ({"parameters": {"w": ParameterEntry((6,), "float32", True, (Piece(2, 0, 6),))}}, "at element 0"),
+        ({"ties": {"v": "u"}}, "ties `v` to `u`"),
+        ({"buffers": {"b": WholeEntry((), "int64", 2)}}, "file 2 of 2"),
+    ],
+)
+def test_the_law_of_manifests(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(lamina.CheckpointError, match=word):
+        from_json(to_json(manifest(**changes)), "m")
+
+
+def test_a_damaged_manifest_is_named() -> None:
+    text = to_json(manifest())
+    for wrong, word in [
+        (text[: len(text) // 2], "runs/m is damaged"),
+        (text.replace('"world": 2', '"world": 3'), "runs/m is damaged: its checksum"),
+        (text.replace('"version": 1', '"version": 2'), "has version 2"),
+        ("{}", "no manifest"),
+        ("[]", "no manifest"),
+    ]:
+        with pytest.raises(lamina.CheckpointError, match=word):
+            from_json(wrong, "runs/m")
+
+
+# -- data files
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.uint16, torch.float8_e4m3fn]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {f"t/{d}": torch.randint(0, 2, (3, 5), generator=generator).to(d) for d in DTYPES}
+    made["big"] = torch.randn(2 * STAGING_BYTES // 4 + 12345, generator=generator)  # no multiple of a block
+    made["number"] = torch.tensor(4)
+    return made
+
+
+def write(path: Path, values: dict[str, torch.Tensor], staged: bool) -> Any:
+    draft = lay_out([Item(key, value, flat=False) for key, value in values.items()], {"extra": "ä"})
+    staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+    chunks = list(map(bytes, stream(draft.items, staging)))
+    if staged:  # the way of `wait=False`: the data in one piece
+        image = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)
+        return write_file(path, draft, slices(image))
+    return write_file(path, draft, (memoryview(chunk) for chunk in chunks))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_data_files_are_safetensors_and_read_by_ranges(tmp_path: Path, staged: bool) -> None:
+    values, staging = tensors(), torch.empty(STAGING_BYTES, dtype=torch.uint8)
+    path = tmp_path / "f.safetensors"
+    written = write(path, values, staged)
+    assert written.size_bytes == path.stat().st_size
+    theirs = load_file(path)
+    assert theirs.keys() == values.keys()
+    assert all(identical(theirs[key], value) for key, value in values.items() if "float8" not in key)
+    file = DataFile(path, written.size_bytes, f"{written.header_crc32:08x}")
+    assert file.texts["extra"] == "ä"
+    assert all(place.start_byte % place.dtype.itemsize == 0 for place in file.placed.values())
+    into = torch.empty(1000, dtype=torch.float64)  # cast on the way
+    for start in (0, 7, STAGING_BYTES // 4 - 500):
+        file.check("big", start, start + 1000, staging)
+        file.read("big", start, into, staging)
+        assert torch.equal(into, values["big"][start : start + 1000].double())
+    assert torch.equal(file.tensor("big", staging), values["big"])
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    values, staging = tensors(), torch.empty(STAGING_BYTES, dtype=torch.uint8)
+    path = tmp_path / "f.safetensors"
+    written = write(path, values, False)
+    size, crc = written.size_bytes, f"{written.header_crc32:08x}"
+
+    def read_all() -> None:
+        file = DataFile(path, size, crc)
+        for key, place in file.placed.items():
+            file.check(key, 0, torch.Size(place.shape).numel(), staging)
+
+    read_all()
+    for at in (0, 9, 200, size - 1, size // 2, size - BLOCK_BYTES - 1):
+        data = bytearray(path.read_bytes())
+        data[at] ^= 4
+        path.write_bytes(data)
+        with pytest.raises(lamina.CheckpointError, match=str(path)):
+            read_all()
+        data[at] ^= 4
+        path.write_bytes(data)
+    for length in (0, 5, 100, size - 1):
+        os.truncate(path, length)
+        with pytest.raises(lamina.CheckpointError, match=f"{path} has {length} bytes"):
+            read_all()
+        with pytest.raises(lamina.CheckpointError, match=str(path)):
+            DataFile(path)  # no manifest knows its size, and its own header does
+        path.write_bytes(bytes(data))
+    read_all()
+
+
+def test_only_blocks_that_are_needed_are_verified(tmp_path: Path) -> None:
+    staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+    path = tmp_path / "f.safetensors"
+    write(path, {"big": torch.arange(BLOCK_BYTES)}, False)  # 8 blocks
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    file = DataFile(path)
+    file.check("big", 0, 7 * BLOCK_BYTES // 8, staging)
+    with pytest.raises(lamina.CheckpointError, match="is damaged: bytes"):
+        file.check("big", 0, 7 * BLOCK_BYTES // 8 + 1, staging)
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_pieces_of_a_range(lengths: list[int], data: st.DataObject) -> None:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    pieces = tuple(StoredPiece(i, "k", end - n, end) for i, (n, end) in enumerate(zip(lengths, ends, strict=True)))
+    total = sum(lengths)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    found = [list(range(a, b)) for _, a, b in Stored((total,), torch.float32, pieces).between(start, stop)]
+    assert [at for run in found for at in run] == list(range(start, stop)) and all(found)
+
+
+# -- folders
+
+
+def checkpoint(path: Path, created_ns: int) -> Path:
+    folder = folders.prepare(path)
+    (folder / "a.safetensors").write_text("abc")
+    (folder / "b.safetensors").touch()
+    folders.publish(path, to_json(manifest(created_ns)))
+    return path
+
+
+def test_latest_sees_only_complete_checkpoints(tmp_path: Path) -> None:
+    assert lamina.latest(tmp_path / "none") is None and lamina.latest(tmp_path) is None
+    first, second, third = (checkpoint(tmp_path / name, n) for n, name in enumerate(("z", "y", "x")))
+    assert lamina.latest(str(tmp_path)) == str(third)
+    assert lamina.latest(third) == str(third)
+    os.truncate(third / "a.safetensors", 2)
+    assert lamina.latest(tmp_path) == str(second)
+    (second / MANIFEST_NAME).unlink()
+    assert lamina.latest(tmp_path) == str(first)
+    (tmp_path / "w").mkdir()
+    checkpoint(tmp_path / "v", 9)
+    (tmp_path / "v").rename(tmp_path / ".v.partial")  # complete, and never published
+    assert lamina.latest(tmp_path) == str(first)
+
+
+def test_a_crash_between_the_renames_of_a_replacement(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "a", 1)
+    path.rename(tmp_path / ".a.replaced")
+    assert lamina.latest(tmp_path) == str(path)
+    assert folders.find(path) == tmp_path / ".a.replaced"
+    folders.prepare(path)
+    assert folders.find(path) == path and folders.complete(path) is not None
+    checkpoint(path, 2)
+    assert folders.read_manifest(path).created_ns == 2
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
+
+
+def test_keep_last(tmp_path: Path) -> None:
+    paths = [checkpoint(tmp_path / f"step-{n}", n) for n in range(5)]
+    os.truncate(paths[4] / "a.safetensors", 0)  # not complete: it must not push out a good one
+    (tmp_path / "notes").mkdir()
+    lamina.checkpoint.keep_last(tmp_path, 2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes", "step-2", "step-3", "step-4"]
+    lamina.checkpoint.keep_last(tmp_path, 1)
+    assert lamina.latest(tmp_path) == str(paths[3])
+    with pytest.raises(lamina.UsageError, match="at least 1"):
+        lamina.checkpoint.keep_last(tmp_path, 0)
+
+
+def test_other_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").touch()
+    with pytest.raises(lamina.UsageError, match="is not a checkpoint"):
+        folders.check_target(tmp_path / "data")
+    with pytest.raises(lamina.UsageError, match="is not a checkpoint"):
+        folders.check_target(tmp_path / "data" / "x")
+    (tmp_path / "empty").mkdir()
+    folders.check_target(tmp_path / "empty")
+    assert folders.complete(checkpoint(tmp_path / "empty", time.time_ns())) is not None
+    with pytest.raises(lamina.CheckpointError, match=r"holds checkpoints \(empty\)"):
+        folders.read_manifest(tmp_path)
+    with pytest.raises(lamina.CheckpointError, match="there is no checkpoint at"):
+        folders.read_manifest(tmp_path / "gone")
