@@ -349,7 +349,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(2, be_killed, timeout=20)
     errors = caught.value.errors
-    assert errors[0].type_name == "Disagreement" and "rank 1 ended or dropped the model" in errors[0].message
+    assert errors[0].type_name == "Disagreement" and "rank 1 has died" in errors[0].message
     assert "forward" in errors[0].message and errors[1].type_name == "Died"
     assert time.monotonic() - started < 10
     assert set(os.listdir("/dev/shm")) <= before

@@ -1,46 +1,59 @@
 """How ranks agree and how they learn that they cannot.
 
 Collectives in the wrong order do not fail: they pair different units and return mixed weights, or wait for ever. Here
-everything that is not fixed by the program is agreed over a host-side Gloo group, and a rank that waits too long says
-where it waits; two ranks that wait at places that cannot both be right raise the same named error within seconds. A
-rank that is merely slow says nothing, and nobody raises.
+everything that is not fixed by the program is agreed over a host-side Gloo group, and every wait on the host can be
+ended: while it lasts, the watch (watch.py) finds out whether it ever will. A rank that is merely slow says nothing, and
+nobody raises.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
-import json
-import time
+import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from lamina.errors import Disagreement
+from lamina.core import watch
+from lamina.core.watch_judge import name_ranks
 
-POLL_SECONDS = 1.0
-SILENT_SECONDS = 3.0  # how long a rank waits before it says where
+__all__ = ["Control", "Flags", "Position", "finish", "name_ranks"]
+
+PHASES_KEPT = 16
+LAST_WAIT = datetime.timedelta(seconds=1)  # for flags that nobody reads, when the process ends
 
 
 @dataclass
 class Position:
-    """Where a rank is: comparable over ranks by `place`, readable by `words`. Written at every step."""
+    """Where a rank is: written at every step, read by the watch."""
 
     phase: int = 0
     mode: str = "start"
     kind: str = "start"
     verb: str = ""
     unit: str = ""
+    step: int = 1
+    is_over: bool = False
 
     @property
     def place(self) -> str:
-        """Ranks that wait at different places wait for ever."""
-        return f"{self.phase} {self.kind} {self.mode}"
+        if self.phase == 0:
+            return "lamina.shard"
+        return f"step {self.step}, after the {self.kind}" if self.is_over else f"step {self.step} {self.kind}"
+
+    @property
+    def doing(self) -> str:
+        verb = {"gather": "gathers", "reduce": "reduces", "": "waits"}.get(self.verb, self.verb)
+        return f"{verb} `{self.unit}`" if self.unit else verb
 
     @property
     def words(self) -> str:
-        return f"{self.kind} {self.phase}: {self.verb} {self.unit and f'`{self.unit}`'}".rstrip()
+        return f"{self.place}: {self.doing}"
 
 
 class Control:
@@ -50,11 +63,47 @@ class Control:
         self.group, self.rank, self.world, self.name = group, rank, world, name
         self.position = Position()
         self.exchanges = 0
-        self._store: dist.PrefixStore | None = None
-        if group is not None:
-            store = dist.distributed_c10d._get_default_store()
-            members = "-".join(map(str, dist.get_process_group_ranks(group)))
-            self._store = dist.PrefixStore(f"lamina/{name}/{members}", store)
+        self.device_is_busy: Callable[[], bool] = _never  # lanes that run by themselves say whether they have work left
+        self.phases: deque[tuple[int, str, bool, str]] = deque(maxlen=PHASES_KEPT)
+        self._step, self._is_stepped = 1, False
+        self.key = name
+        self._reference = weakref.ref(self)
+        self._watch: watch.Watch | None = None
+        if group is not None and dist.get_backend(group) != "fake":
+            members = name_ranks(sorted(dist.get_process_group_ranks(group)))
+            self.key = f"{name} of {members}"
+            self._watch = watch.start(self)
+
+    # ---- where this rank is ------------------------------------------------------------------------------------
+
+    def begin(self, phase: int, mode: str, kind: str, grad: bool, entry: str) -> None:
+        """A phase begins; `grad` as in its key: of a backward, whether gradients are complete after it."""
+        if kind == "backward":
+            self._is_stepped = grad
+        elif self._is_stepped and kind == "forward":
+            self._step, self._is_stepped = self._step + 1, False
+        self.position = Position(phase, mode, kind, "begins", "", self._step)
+        self.phases.append((phase, kind, grad, entry))
+        if self._watch is not None:
+            self._watch.enter(self._reference, kind == "forward")
+            if self._watch.broken and self.key in self._watch.broken:
+                raise watch.disagreement(self._watch.broken[self.key])
+
+    def place(self) -> str:
+        return self.position.place
+
+    def doing(self) -> str:
+        return self.position.doing
+
+    def history(self) -> dict[int, str]:
+        """The last phases by number; equal on ranks at the same place."""
+        words = {("forward", False): " without gradients", ("backward", False): " of an earlier micro-batch"}
+        return {
+            number: f"a {kind}{words.get((kind, grad), '')}" + (f" ({entry})" if entry else "")
+            for number, kind, grad, entry in list(self.phases)
+        }
+
+    # ---- agreement ---------------------------------------------------------------------------------------------
 
     def exchange(self, values: list[int]) -> list[list[int]]:
         """Every rank's values, by rank; all ranks give the same number of them."""
@@ -91,61 +140,65 @@ class Control:
         return first if len(ranks) == self.world else f"{first} (on {name_ranks(ranks)} of {self.world})"
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait on the host for a collective; raise on every rank when another one is provably elsewhere."""
+        """Wait on the host for a collective; raise the same error on every rank when it can never end."""
         if work is None:
             return
-        if self._store is None:
+        if self._watch is None:
             work.wait()
             return
-        started = time.monotonic()
-        while True:
+        try:
+            work.wait(watch.FIRST_POLL)
+        except RuntimeError as error:
+            _wait_long(self._watch, work, error, self.key, "", self.position)
+
+
+def finish(work: dist.Work | None, tensor: torch.Tensor, doing: str) -> None:
+    """Wait for a collective that belongs to no control; `doing`: a verb and its object. On GPUs the stream waits."""
+    if work is None:
+        return
+    running = watch.current()
+    if running is None or tensor.device.type != "cpu":
+        work.wait()
+        return
+    try:
+        work.wait(watch.FIRST_POLL)
+    except RuntimeError as error:
+        control = running.recent()
+        _wait_long(running, work, error, "" if control is None else control.key, doing, None)
+
+
+def _wait_long(
+    running: watch.Watch, work: watch.Waitable, error: RuntimeError, key: str, doing: str, position: Position | None
+) -> None:
+    """The first poll is over: let the watch know, and listen to it."""
+    waiting = running.begin_wait(key, doing, lambda: _missing(work))
+    try:
+        while _is_timeout(error):
+            verdict = running.verdict_on(waiting)
+            if verdict is not None:
+                raise watch.disagreement(verdict) from None
             try:
-                work.wait(datetime.timedelta(seconds=POLL_SECONDS))
-                break
-            except RuntimeError as error:
-                if "timed out" not in str(error).lower():
-                    raise Disagreement(self._left(error)) from error
-                waited = time.monotonic() - started
-                if waited > SILENT_SECONDS:
-                    self._compare_positions(final=waited > SILENT_SECONDS + 2 * POLL_SECONDS)
-        if time.monotonic() - started > SILENT_SECONDS:
-            self._store.set(f"at/{self.rank}", json.dumps(None))
+                work.wait(watch.NEXT_POLL)
+                return
+            except RuntimeError as again:
+                error = again
+        waiting.lost = str(error).splitlines()[0]
+        words = position.words if position is not None else doing
+        raise watch.disagreement(running.find_cause(waiting, words)) from error
+    finally:
+        running.end_wait()
 
-    def _left(self, error: RuntimeError) -> str:
-        return f"rank {self.rank} lost a peer while waiting in {self.position.words}: {str(error).splitlines()[0]}"
 
-    def _compare_positions(self, final: bool) -> None:
-        assert self._store is not None
-        if self._store.check(["error"]):
-            raise Disagreement(self._store.get("error").decode())
-        here = self.position
-        self._store.set(f"at/{self.rank}", json.dumps([here.place, here.words, time.time()]))
-        if not final:
-            return
-        others = {rank: self._posted(rank) for rank in range(self.world) if rank != self.rank}
-        if any(post is None for post in others.values()):
-            return  # somebody is not waiting: merely slow
-        for rank, post in others.items():
-            assert post is not None
-            place, words = post
-            if place != here.place:
-                message = (
-                    f"ranks disagree: rank {self.rank} waits in {here.words}, rank {rank} waits in {words}. Forward, "
-                    "backward and step must follow in the same order on every rank; evaluating, saving or skipping a "
-                    "step on some ranks only is the usual cause"
-                )
-                self._store.set("error", message)
-                raise Disagreement(message)
+def _is_timeout(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower()
 
-    def _posted(self, rank: int) -> tuple[str, str] | None:
-        """What another rank said about its waiting, if it said so just now."""
-        assert self._store is not None
-        if not self._store.check([f"at/{rank}"]):
-            return None
-        post = json.loads(self._store.get(f"at/{rank}"))
-        if post is None or time.time() - post[2] > 3 * POLL_SECONDS:
-            return None
-        return post[0], post[1]
+
+def _missing(work: watch.Waitable) -> tuple[int, ...]:
+    return getattr(work, "missing", lambda: ())()
+
+
+def _never() -> bool:
+    return False
 
 
 class Flags:
@@ -155,6 +208,14 @@ class Flags:
         self.control = control
         self._work: dist.Work | None = None
         self._counts = torch.empty(0, dtype=torch.int32)
+        _flags.add(self)
+
+    def drop(self) -> None:
+        """Let a result that nobody reads arrive, as long as that takes no time, and forget it."""
+        work, self._work = self._work, None
+        if work is not None:
+            with suppress(RuntimeError):  # a peer that was faster to end
+                work.wait(LAST_WAIT)
 
     def start(self, flags: list[bool]) -> Callable[[], list[bool]]:
         """Send this rank's flags; the result, when called, waits and tells for each whether any rank said yes."""
@@ -170,10 +231,11 @@ class Flags:
         return read
 
 
-def name_ranks(ranks: list[int]) -> str:
-    """ "rank 3", "ranks 0-7", "ranks 0, 2"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
+_flags: weakref.WeakSet[Flags] = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_flags() -> None:
+    """Work that is still under way when the interpreter goes would write into memory that has gone before it."""
+    for flags in list(_flags):
+        flags.drop()

@@ -6,7 +6,8 @@ collectives of all its models in one order (Note [One order] in runtime/engine.p
 
 Note [Groups shared]
     Ranks that were found at different places may have left half a collective in a group: whoever raises that error
-    calls `forget_groups`, and the next model gets new ones.
+    calls `forget_groups`, and the next model gets new ones. Should some ranks have forgotten and others not, they find
+    out at the door of the next `shard()` (door.py), and all forget.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lamina.core.strategy import Level
-from lamina.errors import TransportError, UsageError
+from lamina.core.watch_evidence import OUR_GROUPS
+from lamina.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -33,29 +35,12 @@ class Group:
         return self.size == 1
 
 
-_meshes_of: dict[tuple[int, ...], int] = {}  # meshes built so far, by their ranks
-
-
-def check_group_history(ranks: tuple[int, ...]) -> None:
-    """torch names a group of some ranks by how many groups this process has had: members that differ wait for ever."""
-    number = _meshes_of[ranks] = _meshes_of.get(ranks, 0) + 1
-    store = dist.PrefixStore(f"lamina/groups/{ranks}/{number}", dist.distributed_c10d._get_default_store())
-    store.set(str(dist.get_rank()), str(len(dist.distributed_c10d._world.pg_names)))
-    counts = {rank: int(store.get(str(rank))) for rank in ranks}
-    if len(set(counts.values())) > 1:
-        said = ", ".join(f"rank {rank}: {count}" for rank, count in counts.items())
-        raise TransportError(
-            f"the ranks of this mesh have created different numbers of process groups before ({said}), and torch "
-            "cannot make a group of some ranks then. Create the same groups on all of them, or let all ranks "
-            "call lamina.shard() on meshes of one init_device_mesh()"
-        )
-
-
 class _Shared:
     """The groups made so far, by lane, backend and ranks; forgotten with the default group that they belong to."""
 
     def __init__(self) -> None:
         self.groups: dict[tuple[str, str | None, tuple[int, ...], bool], dist.ProcessGroup] = {}
+        self.generation = 0
         self.world: weakref.ref[dist.ProcessGroup] | None = None
 
 
@@ -65,6 +50,17 @@ _shared = _Shared()
 def forget_groups() -> None:
     """Let the next model make new groups: these may hold half a collective. See Note [Groups shared]."""
     _shared.groups = {}
+    _shared.generation += 1
+
+
+def generation() -> int:
+    """How often this process has forgotten its groups; ranks where it differs must all forget them."""
+    return _shared.generation
+
+
+def begin_generation(number: int) -> None:
+    """Forget, and count from a number that other ranks take as well."""
+    _shared.groups, _shared.generation = {}, number
 
 
 class GroupMaker:
@@ -110,7 +106,8 @@ class GroupMaker:
             )
         key = (lane, backend, tuple(global_ranks), self.whole_world)
         if key not in _shared.groups:
-            _shared.groups[key] = dist.new_group(
-                global_ranks, backend=backend, use_local_synchronization=not self.whole_world
-            )
+            made = dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)
+            if isinstance(made, dist.ProcessGroup):  # this rank is a member
+                OUR_GROUPS.add(str(made.group_name))
+            _shared.groups[key] = made
         return _shared.groups[key]

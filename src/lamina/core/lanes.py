@@ -31,6 +31,10 @@ class Lane:
     def wait(self, mark: Mark | None) -> None:
         """Work queued on this lane from now on starts after `mark`."""
 
+    def is_busy(self) -> bool:
+        """Whether it has work that is not done. Never to be asked of a stream that a graph is captured from."""
+        return False
+
 
 class Mark:
     """A point in a stream's work, re-used from step to step."""
@@ -60,6 +64,9 @@ class StreamLane(Lane):
         if mark is not None:
             self._current().wait_event(mark.event)
 
+    def is_busy(self) -> bool:
+        return self.stream is not None and not self.stream.query()
+
 
 class Lanes:
     """The lanes of one device."""
@@ -71,3 +78,7 @@ class Lanes:
             self.reduce: Lane = StreamLane(device, torch.cuda.Stream(device, priority=-1))
         else:
             self.compute = self.gather = self.reduce = Lane(device)
+
+    def are_busy(self) -> bool:
+        """Whether communication is queued that has not ended."""
+        return self.gather.is_busy() or self.reduce.is_busy()

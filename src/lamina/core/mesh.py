@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lamina.core.groups import Group, GroupMaker, check_group_history
+from lamina.core.door import Door
+from lamina.core.groups import Group, GroupMaker
 from lamina.core.strategy import Factors, Level, Strategy, resolve
 from lamina.errors import UsageError
 
@@ -61,10 +62,11 @@ def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     """The ranks of a mesh that share data with this one, and a group to agree over. Collective over these ranks."""
     if not dist.is_initialized():
         return DataRanks((0,), 0, None, None)
-    ranks, shard_size = _data_ranks(mesh)
+    door = Door()
+    ranks, shard_size = door.try_to(lambda: _data_ranks(mesh))
     whole_world = len(ranks) == dist.get_world_size()
-    if not whole_world:
-        check_group_history(ranks)
+    if dist.get_backend() != "fake":
+        door.meet(ranks)
     me = ranks.index(dist.get_rank())
     return DataRanks(ranks, me, shard_size, GroupMaker(ranks, me, whole_world, None).control())
 

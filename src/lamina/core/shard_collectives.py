@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lamina.core.control import finish
 from lamina.core.shard_spec import ShardSpec
 
 
@@ -34,7 +35,9 @@ def all_reduce_(value: Tensor, op: dist.ReduceOp.RedOpType, spec: ShardSpec) -> 
     for group in spec.groups:
         if group.size() > 1:
             COUNTERS.all_reduces += 1
-            dist.all_reduce(value, op=op, group=group)
+            finish(
+                dist.all_reduce(value, op=op, group=group, async_op=True), value, "reduces over the pieces of a Shard"
+            )
     return value
 
 
@@ -76,7 +79,8 @@ def gather_flat(local: Tensor, spec: ShardSpec) -> Tensor:
         piece = into[start * item_bytes : stop * item_bytes]
         if owner == spec.index:
             piece.copy_(mine)
-        dist.broadcast(piece, group=group, group_src=owner)
+        work = dist.broadcast(piece, group=group, group_src=owner, async_op=True)
+        finish(work, piece, f"gathers `{spec.name}` alone")
     return whole
 
 
@@ -86,6 +90,6 @@ def _gather_padded(
     padded = mine.new_zeros(longest_bytes)
     padded[: mine.numel()].copy_(mine)
     pieces = list(mine.new_empty(len(spec.ranges) * longest_bytes).chunk(len(spec.ranges)))
-    dist.all_gather(pieces, padded, group=group)
+    finish(dist.all_gather(pieces, padded, group=group, async_op=True), padded, f"gathers `{spec.name}` alone")
     for piece, (start, stop) in zip(pieces, spec.ranges, strict=True):
         into[start * item_bytes : stop * item_bytes].copy_(piece[: (stop - start) * item_bytes])

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lamina.core.control import finish
 from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
@@ -313,7 +314,7 @@ def _reduced(rows: Tensor, spreads: Sequence[Spread], op: dist.ReduceOp.RedOpTyp
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         COUNTERS.all_reduces += 1
-        dist.all_reduce(values, op=op, group=group)
+        finish(dist.all_reduce(values, op=op, group=group, async_op=True), values, "sums the gradients' norm")
 
 
 # -- what to blame

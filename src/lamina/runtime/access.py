@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamina.core.control import finish
 from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UsageError
 from lamina.runtime.agreement import checksum
@@ -126,7 +127,8 @@ def _any_rank(param: Shard, flag: bool) -> bool:
     if group is None:
         return flag
     count = torch.tensor([int(flag)], dtype=torch.int32, device=param.device)
-    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=group)
+    work = torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=group, async_op=True)
+    finish(work, count, f"leaves gathered(`{param.name}`)")
     return bool(count.item())
 
 
@@ -135,7 +137,9 @@ def _check_same_everywhere(name: str, full: Tensor, param: Shard) -> None:
         return
     here = checksum(full)
     bounds = torch.tensor([here, -here], dtype=torch.int64, device=param.device)
-    torch.distributed.all_reduce(bounds, op=torch.distributed.ReduceOp.MAX, group=param.spec.group)
+    maximum, group = torch.distributed.ReduceOp.MAX, param.spec.group
+    work = torch.distributed.all_reduce(bounds, op=maximum, group=group, async_op=True)
+    finish(work, bounds, f"leaves gathered(`{name}`, write=True)")
     if int(bounds[0]) != -int(bounds[1]):
         raise StateError(
             f"`{name}` was edited differently on different ranks inside gathered(write=True): make "

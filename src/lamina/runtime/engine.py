@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import Variable
 
-from lamina.core.control import Control, Position
+from lamina.core.control import Control
 from lamina.core.lanes import Lanes
 from lamina.core.program import Op, Step, move_gathers_ahead
 from lamina.core.slots import Slot
@@ -55,6 +55,7 @@ class Engine:
     ) -> None:
         self.units = list(units)
         self.control, self.lanes, self.gatherer, self.reducer = control, lanes, gatherer, reducer
+        control.device_is_busy = lanes.are_busy
         self.ahead, self.one_sided = ahead, one_sided
         self.residency = Residency(units, gatherer, reducer, lanes)
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
@@ -102,9 +103,10 @@ class Engine:
         if self.one_sided:
             key = Key(key.kind, key.grad, key.entry, frozenset())  # what is gathered is each rank's own affair
         self.phases += 1
-        self.phase = Phase(self.phases, key, self.programs.get(key), owner)
-        mode = "program" if self.phase.recorded is not None else "lockstep"
-        self.control.position = Position(self.phases, mode, key.kind.value, "begins")
+        recorded = self.programs.get(key)
+        mode = "lockstep" if recorded is None else "program"
+        self.control.begin(self.phases, mode, key.kind.value, key.grad, key.entry)
+        self.phase = Phase(self.phases, key, recorded, owner)
         self.lanes.gather.wait(self.lanes.compute.mark())  # what the optimizer wrote
 
     def end_forward(self) -> None:
@@ -128,6 +130,7 @@ class Engine:
                     self.residency.empty(self.units[index])
         self.resident = everywhere
         self.phase = None
+        self.control.position.is_over = True
 
     def _record(self, phase: Phase, resident: frozenset[int]) -> None:
         if phase.deviated:

@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from lamina.core.control import Control, Flags
+from lamina.core.control import Control, Flags, finish
 from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.phase import Phase
@@ -166,7 +166,8 @@ class Gradients:
         assert tokens is not None
         everyone = next((unit.mesh.everyone for unit in self.units), None)
         if everyone is not None:
-            torch.distributed.all_reduce(tokens, group=everyone)
+            work = torch.distributed.all_reduce(tokens, group=everyone, async_op=True)
+            finish(work, tokens, "sums tokens at the last micro-batch")
         factor = self.active_ranks / tokens.to(torch.float64).clamp(min=1)
         with torch.no_grad():
             for index in complete:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lamina.core.control import finish
 from lamina.core.slots import DebugMode
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of, runtimes_with
@@ -88,7 +89,8 @@ def total(count: Tensor | float) -> Tensor:
     runtime = _recent()
     if runtime is not None and runtime.mesh.everyone is not None:
         value = value.to(runtime.device)
-        torch.distributed.all_reduce(value, group=runtime.mesh.everyone)
+        work = torch.distributed.all_reduce(value, group=runtime.mesh.everyone, async_op=True)
+        finish(work, value, "sums a count with lamina.total()")
     return value
 
 
@@ -126,7 +128,8 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
 def _sum_over_ranks(runtime: Runtime | None, count: Tensor) -> Tensor:
     value = count.clone()
     if runtime is not None and runtime.mesh.everyone is not None:
-        torch.distributed.all_reduce(value, group=runtime.mesh.everyone)
+        work = torch.distributed.all_reduce(value, group=runtime.mesh.everyone, async_op=True)
+        finish(work, value, "sums tokens in lamina.token_mean()")
     return value
 
 

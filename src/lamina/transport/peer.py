@@ -53,8 +53,15 @@ class Counter(enum.IntEnum):
 class Peers:
     """The regions of one gather group as this rank sees them. Made by `connect`."""
 
-    def __init__(self, control: Control, own: OwnRegion, others: dict[int, PeerRegion], place: int) -> None:
-        self.control, self.place = control, place
+    def __init__(
+        self,
+        control: Control,
+        own: OwnRegion,
+        others: dict[int, PeerRegion],
+        place: int,
+        global_ranks: Sequence[int],
+    ) -> None:
+        self.control, self.place, self.global_ranks = control, place, global_ranks
         self.size = len(others) + 1
         self.own = own
         self.others = others  # by data rank, in the order of their ranges
@@ -77,7 +84,7 @@ class Peers:
         Raises:
             Disagreement: a peer has ended, or all ranks wait and not for the same thing.
         """
-        waiting = EpochWait(self.others, counter, epoch)
+        waiting = EpochWait(self.others, counter, epoch, self.global_ranks)
         if not waiting.is_over():
             self.control.wait(waiting)  # type: ignore[arg-type]
         _fence()
@@ -86,8 +93,11 @@ class Peers:
 class EpochWait:
     """Waiting for peers in the form of a collective's handle, so that `Control` watches over it as over any other."""
 
-    def __init__(self, others: dict[int, PeerRegion], counter: Counter, epoch: int) -> None:
+    def __init__(
+        self, others: dict[int, PeerRegion], counter: Counter, epoch: int, global_ranks: Sequence[int]
+    ) -> None:
         self.late = dict(others)
+        self.global_ranks = global_ranks
         self.counter, self.epoch = counter, epoch
 
     def is_over(self) -> bool:
@@ -109,6 +119,10 @@ class EpochWait:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return True
+
+    def missing(self) -> tuple[int, ...]:
+        """Global ranks that are waited for."""
+        return tuple(self.global_ranks[rank] for rank in list(self.late))
 
     def _check_alive(self) -> None:
         gone = [rank for rank, region in self.late.items() if region.owner_is_gone()]
@@ -152,7 +166,7 @@ def connect(control: Control, mesh: DataMesh, data_bytes: int) -> Peers:
     message = control.agree_on_error(problem or None)
     if message is not None:
         raise TransportError(message)
-    return Peers(control, own, others, level.place(mesh.rank))
+    return Peers(control, own, others, level.place(mesh.rank), mesh.global_ranks)
 
 
 def _check_hosts(tickets: Sequence[Ticket], groups: Sequence[tuple[int, ...]]) -> None:

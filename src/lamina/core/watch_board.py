@@ -1,0 +1,114 @@
+"""Where reports and verdicts hang: keys in the store that the ranks met in.
+
+A store has no idea who is alive, and one that has stopped answering blocks its caller in C++. So all traffic with it is
+in one thread of its own, over a connection of its own. Every rank posts a line a second; reading everybody's lines is
+left to one of those who wait, the judge, because W ranks that read W lines would be more traffic than the training. A
+judge that falls silent is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from lamina.core.watch_evidence import Identity
+from lamina.core.watch_judge import Limits, Report, Verdict, judge
+
+FREE = "free"
+LOOKS_KEPT = 16
+
+
+class Board:
+    """This rank's connection. Every method may block or raise when the store is gone."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, limits: Limits) -> None:
+        base: Any = store
+        while isinstance(base, dist.PrefixStore):
+            base = base.underlying_store
+        grows = isinstance(base, dist.FileStore)  # every write is appended, and a second handle would count as a rank
+        self.writes_seldom = grows
+        handle: Any = store  # torch's stubs lag behind: `clone`, `append`, `has_extended_api`
+        self._store: Any = dist.PrefixStore("lamina/watch", store if grows else handle.clone())
+        self.rank, self.world, self.limits = rank, world, limits
+        self.verdicts = 0  # seen so far
+        self._known: set[int] = set()  # ranks that have posted
+        self._looks: list[tuple[float, dict[int, Report]]] = []
+        self._lease, self._lease_seen, self._term = "", 0.0, 0
+
+    def register(self, identity: Identity) -> None:
+        self._store.set(f"who/{self.rank}", json.dumps(vars(identity)))
+        if self._store.has_extended_api():
+            self._store.append(f"host/{identity.host}", f"{self.rank} ")
+
+    def neighbours(self, own: Identity) -> dict[int, Identity]:
+        """The other ranks that have registered from this host."""
+        if self._store.has_extended_api():
+            there = set(map(int, self._store.get(f"host/{own.host}").split()))
+        else:
+            there = {rank for rank in range(self.world) if self._store.check([f"who/{rank}"])}
+        found = {rank: Identity(**json.loads(self._store.get(f"who/{rank}"))) for rank in there - {self.rank}}
+        return {rank: who for rank, who in found.items() if who.host == own.host}
+
+    def post(self, report: Report) -> None:
+        self._store.set(f"at/{self.rank}", report.text())
+
+    def next_verdict(self) -> Verdict | None:
+        """The next one that this rank has not seen."""
+        if not self._store.check([f"verdict/{self.verdicts}"]):
+            return None
+        self.verdicts += 1
+        return Verdict.parse(self._store.get(f"verdict/{self.verdicts - 1}"))
+
+    def announce(self, verdict: Verdict) -> None:
+        """The first one of that number holds."""
+        self._store.compare_set(f"verdict/{self.verdicts}", "", verdict.to_json())
+
+    # ---- judging -----------------------------------------------------------------------------------------------
+
+    def look(self) -> Verdict | None:
+        """Read everybody's reports, if it is this rank's turn, and compare them with an earlier look."""
+        if not self._takes_the_turn():
+            self._looks.clear()
+            return None
+        now = time.monotonic()
+        reports = self.read()
+        self._looks = [*self._looks[-LOOKS_KEPT:], (now, reports)]
+        earlier = [look for at, look in self._looks if now - at >= self.limits.proof_s]
+        lost = any(report.lost for report in reports.values())
+        if not earlier and not lost:
+            return None
+        return judge(earlier[-1] if earlier else self._looks[0][1], reports, self.limits)
+
+    def read(self) -> dict[int, Report]:
+        """The last report of every rank that has posted any."""
+        for rank in set(range(self.world)) - self._known:
+            if self._store.check([f"at/{rank}"]):
+                self._known.add(rank)
+        ranks = sorted(self._known)
+        keys = [f"at/{rank}" for rank in ranks]
+        texts = self._store.multi_get(keys) if self._store.has_extended_api() else [self._store.get(k) for k in keys]
+        return {rank: Report.parse(text) for rank, text in zip(ranks, texts, strict=True)}
+
+    def _takes_the_turn(self) -> bool:
+        mine = f"{self.rank} "
+        held = self._store.get("judge").decode() if self._store.check(["judge"]) else ""
+        now = time.monotonic()
+        if held != self._lease:
+            self._lease, self._lease_seen = held, now
+        silent = now - self._lease_seen > 2 * self.limits.beat_s
+        if held not in ("", FREE) and not held.startswith(mine) and not silent:
+            return False
+        self._term += 1
+        wanted = f"{mine}{self._term} {time.time()}"
+        self._lease, self._lease_seen = self._store.compare_set("judge", held, wanted).decode(), now
+        return self._lease == wanted
+
+    def step_down(self) -> None:
+        """This rank waits no longer: let another one judge."""
+        self._looks.clear()
+        if self._lease.startswith(f"{self.rank} "):
+            self._store.compare_set("judge", self._lease, FREE)
+            self._lease = ""

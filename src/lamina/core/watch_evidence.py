@@ -1,0 +1,176 @@
+"""What a process can find out about itself and its neighbours without their help: threads' frames, /proc, groups.
+
+`faulthandler` and py-spy print stacks for a human; torch's flight recorder knows NCCL only. The watch needs three facts
+that a program can judge: which torch.distributed call a thread is blocked in, and from which line of the user's; how a
+process on the same host is; and how many collectives torch has issued on each group. All are read from outside: nothing
+is written down in the step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lamina.core.watch_judge import GroupCount
+
+_LAMINA = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARY = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_COLLECTIVES = (
+    str(Path(_TORCH, "distributed", "distributed_c10d.py")),
+    str(Path(_TORCH, "distributed", "_functional_collectives.py")),
+)
+_WRAPPERS = (str(Path(_TORCH, "distributed", "c10d_logger.py")),)
+_OURS_BLOCKING = str(Path(_LAMINA, "transport", "c10d.py"))  # a wait there that does not look up
+_TICKS_FIELD, _EXIT_FIELD = 19, 49  # of /proc/<pid>/stat, counted from the state
+
+OUR_GROUPS: set[str] = set()  # names of the groups that lamina has made
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Where a thread is."""
+
+    site: str  # "train.py:88", the user's innermost line; "" if there is none
+    call: str  # "barrier": the torch.distributed function that it is in, or ""
+    group: str  # name of that function's group, if it has one
+    mark: tuple[int, int]  # the same as long as the innermost frame has not moved
+
+
+def frames_of(thread: int) -> Frames | None:
+    """The frames of a thread of this process, by its identifier."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return None
+    mark = (id(frame), frame.f_lasti)
+    call, group = _call(frame)
+    return Frames(site_of(frame), call, group, mark)
+
+
+def _call(frame: FrameType | None) -> tuple[str, str]:
+    """The outermost function of torch.distributed around the innermost frame, and the name of its group."""
+    name, group = "", ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _OURS_BLOCKING and not name:
+            return "a reduction", ""
+        if file in _COLLECTIVES:
+            name = frame.f_code.co_name
+            group = group or _group_of(frame)
+        elif file not in _WRAPPERS:
+            break
+        frame = frame.f_back
+    return name, group
+
+
+def _group_of(frame: FrameType) -> str:
+    given = frame.f_locals.get("group", frame.f_locals.get("pg"))
+    if given is None and "group" in frame.f_code.co_varnames and dist.is_initialized():
+        given = dist.group.WORLD
+    return given.group_name if isinstance(given, dist.ProcessGroup) else ""
+
+
+def is_users(file: str) -> bool:
+    """Neither lamina's, torch's, Python's nor an installed package's."""
+    return not file.startswith((_LAMINA, _TORCH, *_LIBRARY, "<frozen"))
+
+
+def is_folded(file: str) -> bool:
+    """lamina's or torch's: left out where a traceback is shown."""
+    return file.startswith((_LAMINA, _TORCH, "<frozen"))
+
+
+def site_of(frame: FrameType | None) -> str:
+    """ "train.py:88": the innermost line that is the user's, else the innermost that is not torch's or ours."""
+    fallback = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_folded(file) and not file.startswith("<string>"):
+            here = f"{os.path.basename(file)}:{frame.f_lineno}"
+            if is_users(file):
+                return here
+            fallback = fallback or here
+        frame = frame.f_back
+    return fallback
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Enough to look at a process from another one of the same host."""
+
+    host: str
+    host_name: str
+    pid: int
+    born: str  # start time in ticks: a number that is used again is not mistaken for it
+
+    @staticmethod
+    def own() -> Identity:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            space = os.readlink("/proc/self/ns/pid")
+        except OSError:
+            boot, space = "", str(os.getpid())  # no /proc: nobody is a neighbour
+        stat = _stat(os.getpid())
+        return Identity(f"{boot} {space}", socket.gethostname(), os.getpid(), stat[_TICKS_FIELD] if stat else "")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the state on; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def state_of(who: Identity) -> str:
+    """ "runs", "is stopped", or how it has ended. One that a debugger holds (state t) runs."""
+    stat = _stat(who.pid)
+    if stat is None or stat[_TICKS_FIELD] != who.born:
+        return f"has died (process {who.pid} on {who.host_name} is gone: killed, out of memory, or crashed)"
+    if stat[0] in "ZX":
+        return f"has died (process {who.pid} on {who.host_name} {_how(int(stat[_EXIT_FIELD]))})"
+    return "is stopped" if stat[0] == "T" else "runs"
+
+
+def _how(status: int) -> str:
+    number = status & 0x7F
+    if number == 0:
+        return f"ended with exit code {status >> 8}" if status else "has ended"
+    hint = ", out of memory if nobody sent it" if number == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(number).name}{hint}"
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def group_counts() -> dict[str, GroupCount]:
+    """How many collectives this rank has issued on each of its groups."""
+    found: dict[str, GroupCount] = {}
+    for pg, group_name in list(dist.distributed_c10d._world.pg_names.items()):
+        name = str(group_name)
+        try:
+            members = tuple(dist.get_process_group_ranks(pg))
+            found[name] = GroupCount(_issued(pg), members, name in OUR_GROUPS)
+        except (RuntimeError, KeyError, ValueError):
+            continue  # a backend that does not count, or a group that is being destroyed
+    return found
+
+
+def _issued(pg: Any) -> int:
+    try:
+        return pg._get_sequence_number_for_group()
+    except RuntimeError:  # several backends: each counts its own
+        return sum(pg._get_backend(device)._get_sequence_number_for_group() for device in pg._device_types)

@@ -1,0 +1,287 @@
+"""Who waits for whom, and whether that can end: from reports of all ranks to a verdict. Pure.
+
+Timeouts (torch's, NCCL's watchdog) call whatever is slow a hang, and name nobody. Here a hang is a fact about two
+moments: the same ranks blocked in the same calls at both, each for one that is blocked too, has ended, or is stopped. A
+rank that computes, compiles, loads or sits in a debugger is none of these, however long it takes.
+
+Note [Proof]
+    1. "r waits for s": r is blocked, and has issued a collective on a group of both that s has not (torch counts them
+       for each group). Bytes under way, however slow, are no such wait: there, all have issued.
+    2. All ranks issue in one order (Note [One order] in engine.py). So of two ranks only one can be ahead of the other;
+       ranks that wait for each other, directly or in a circle, have parted for good.
+    3. Ranks that opened different phases under one number have parted, whether blocked or not.
+    4. One who has ended or is stopped issues nothing more. One who ended well harms only those who wait for it by 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+ORDER, DIED, ENDED, STOPPED, OWN_CALL = "LAM-H1", "LAM-H2", "LAM-H3", "LAM-H4", "LAM-H5"
+ALL_SAME_S = 30.0  # all ranks blocked in one group without proof: after this long the places of their steps must agree
+CURE = (
+    "Forward, backward and step must follow in the same order on every rank; evaluating, saving or skipping a step on "
+    "some ranks only is the usual cause"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take before anyone looks at them; nothing is called a hang for its length."""
+
+    silent_s: float = 3.0  # a wait shorter than this is nobody's business
+    proof_s: float = 1.5  # between the two moments of a proof
+    stopped_s: float = 5.0  # a process may be stopped (SIGSTOP, Ctrl-Z) for so long while others wait for it
+    grace_s: float = 2.0  # from a verdict until a call that does not return is cut off, and once more until the exit
+    beat_s: float = 1.0  # between two reports of one rank
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank is blocked in."""
+
+    number: int  # tells it from the same rank's next one
+    kind: str  # "lamina" (its thread looks up now and then), "call" (into torch.distributed), "device"
+    for_s: float
+    control: str = ""  # name of the agreement (one a model) in which it waits
+    group: str = ""  # of a call into torch.distributed, where it is known
+    missing: tuple[int, ...] = ()  # ranks that are known to be waited for; () where the groups' counts tell
+
+
+@dataclass(frozen=True)
+class GroupCount:
+    """Collectives that a rank has issued on a group."""
+
+    issued: int
+    members: tuple[int, ...]  # global ranks
+    ours: bool  # made by lamina
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank, as it describes itself about once a second."""
+
+    rank: int
+    beat: int  # number of the report
+    place: str  # "step 12 backward"
+    doing: str  # "reduces `layers.3`"
+    site: str  # "train.py:88"
+    wait: Wait | None = None
+    groups: dict[str, GroupCount] = field(default_factory=dict)
+    phases: dict[str, dict[int, str]] = field(default_factory=dict)  # the last ones, by control and number
+    dropped: tuple[str, ...] = ()  # controls whose model is gone here
+    left: str = ""  # how the process ended its work; "" while it runs
+    failed: bool = False  # it ended by an exception
+    near: dict[int, str] = field(default_factory=dict)  # peers on this host that are dead or stopped
+    lost: str = ""  # what torch said when a connection of a collective broke
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str | bytes) -> Report:
+        raw = json.loads(text)
+        wait = raw.pop("wait")
+        groups = {
+            name: GroupCount(g["issued"], tuple(g["members"]), g["ours"]) for name, g in raw.pop("groups").items()
+        }
+        phases = {c: {int(n): key for n, key in numbered.items()} for c, numbered in raw.pop("phases").items()}
+        near = {int(rank): how for rank, how in raw.pop("near").items()}
+        raw["dropped"] = tuple(raw["dropped"])
+        if wait is not None:
+            wait = Wait(**{**wait, "missing": tuple(wait["missing"])})
+        return Report(**raw, wait=wait, groups=groups, phases=phases, near=near)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A hang, said once for all ranks."""
+
+    text: str
+    code: str
+    waits: dict[int, int] = field(default_factory=dict)  # number of the wait that will not end, by rank
+    controls: tuple[str, ...] = ()  # agreements that are broken for good
+    cause: str = ""  # "left 1": rank 1 has said itself what went wrong
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str | bytes) -> Verdict:
+        raw = json.loads(text)
+        waits = {int(rank): number for rank, number in raw.pop("waits").items()}
+        return Verdict(raw["text"], raw["code"], waits, tuple(raw["controls"]), raw["cause"])
+
+
+def judge(before: Mapping[int, Report], now: Mapping[int, Report], limits: Limits) -> Verdict | None:
+    """What two looks at all ranks, some time apart, prove. None: somebody is merely slow, or nobody waits."""
+    stuck = {r: report for r, report in now.items() if r in before and _is_stuck(before[r], report, limits)}
+    if not stuck:
+        return None
+    return (
+        _ended(before, now, stuck)
+        or _circle(stuck)
+        or _parted(now, stuck)
+        or (_places(now, stuck) if all(_for_s(report) > ALL_SAME_S for report in stuck.values()) else None)
+    )
+
+
+def _for_s(report: Report) -> float:
+    assert report.wait is not None
+    return report.wait.for_s
+
+
+def _is_stuck(before: Report, now: Report, limits: Limits) -> bool:
+    if before.wait is None or now.wait is None or now.left or now.beat <= before.beat:
+        return False
+    return now.wait.number == before.wait.number and now.groups == before.groups and now.wait.for_s >= limits.silent_s
+
+
+def waits_for(report: Report, other: Report) -> bool:
+    """Note [Proof] 1."""
+    wait = report.wait
+    if wait is None:
+        return False
+    if wait.missing:
+        return other.rank in wait.missing
+    for name, group in report.groups.items():
+        matters = name == wait.group if wait.kind == "call" else group.ours
+        there = other.groups.get(name)
+        if matters and there is not None and other.rank in group.members and group.issued > there.issued:
+            return True
+    return False
+
+
+# ---- the rules -----------------------------------------------------------------------------------------------------
+
+
+def _ended(before: Mapping[int, Report], now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict | None:
+    """Somebody waits for one who has died, ended or been stopped."""
+    near: dict[int, str] = {}
+    for report in now.values():
+        near |= report.near
+    for rank, other in sorted(now.items()):
+        waiting = [r for r in stuck.values() if r.rank != rank and _concerns(r, other)]
+        if not waiting:
+            continue
+        last = f", last seen in {_where(other)}"
+        code, cause = DIED, ""
+        if other.left and other.failed:
+            said, code, cause = other.left, ENDED, f"left {rank}"
+        elif other.left and any(waits_for(r, other) for r in waiting):
+            said, code = f"{other.left}{last}", ENDED
+        elif rank in near and not other.left:
+            is_stopped = near[rank].startswith("is stopped")
+            if is_stopped and not any(rank in report.near for report in before.values()):
+                continue
+            said, code = f"{near[rank]}{last}", STOPPED if is_stopped else DIED
+        elif other.beat <= before.get(rank, other).beat and any(report.lost for report in stuck.values()):
+            said = f"is gone (its connections broke and it reports nothing any more){last}"
+        elif any(r.wait and r.wait.control in other.dropped and waits_for(r, other) for r in waiting):
+            said, code = f"ended or dropped the model{last}", ENDED
+        else:
+            continue
+        text = f"rank {rank} {said}. Waiting for it: {describe(waiting)}"
+        return Verdict(text, code, _numbers(stuck.values()), _controls(waiting), cause)
+    return None
+
+
+def _concerns(report: Report, other: Report) -> bool:
+    """Whether they share a group, or the one is known to wait for the other."""
+    wait = report.wait
+    if wait is not None and wait.missing:
+        return other.rank in wait.missing
+    return any(g.ours and other.rank in g.members for g in report.groups.values()) or waits_for(report, other)
+
+
+def _circle(stuck: Mapping[int, Report]) -> Verdict | None:
+    """Note [Proof] 2: the ranks of which each waits for another of them."""
+    left = dict(stuck)
+    while True:
+        kept = {r: a for r, a in left.items() if any(waits_for(a, b) for b in left.values() if b.rank != r)}
+        if len(kept) == len(left):
+            break
+        left = kept
+    if not left:
+        return None
+    reports = [left[rank] for rank in sorted(left)]
+    calls = [r for r in reports if r.wait is not None and r.wait.kind == "call"]
+    if calls:
+        cure = "All ranks of a group must come to its collectives in the same order: call it on every rank, or on none"
+    else:
+        cure = CURE
+    text = f"ranks disagree: {describe(reports)}. {cure}"
+    return Verdict(text, OWN_CALL if calls else ORDER, _numbers(reports), _controls(reports))
+
+
+def _parted(now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict | None:
+    """Note [Proof] 3."""
+    for report in stuck.values():
+        assert report.wait is not None
+        control = report.wait.control
+        for other in now.values():
+            mine, theirs = report.phases.get(control, {}), other.phases.get(control, {})
+            differing = [n for n in sorted(mine.keys() & theirs.keys()) if mine[n] != theirs[n]]
+            if differing:
+                number = differing[0]
+                groups: dict[str, list[int]] = {}
+                for each in now.values():
+                    key = each.phases.get(control, {}).get(number)
+                    if key is not None:
+                        groups.setdefault(key, []).append(each.rank)
+                said = "; ".join(f"{name_ranks(ranks)} began {key}" for key, ranks in groups.items())
+                text = f"ranks disagree: {said}, {describe(list(stuck.values()))}. {CURE}"
+                return Verdict(text, ORDER, _numbers(stuck.values()), (control,))
+    return None
+
+
+def _places(now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict | None:
+    """The last resort: all have been blocked for very long, at different places of their steps."""
+    if len(stuck) < len(now) or len({report.place for report in stuck.values()}) == 1:
+        return None
+    reports = [stuck[rank] for rank in sorted(stuck)]
+    return Verdict(f"ranks disagree: {describe(reports)}. {CURE}", ORDER, _numbers(reports), _controls(reports))
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+
+def describe(reports: Sequence[Report]) -> str:
+    """ "step 12 backward: rank 0 reduces `layers.3` (train.py:88), rank 1 gathers `layers.4` (train.py:91)"."""
+    places = {report.place for report in reports}
+    said: dict[tuple[str, str, str], list[int]] = {}
+    for report in reports:
+        said.setdefault((report.place, report.doing, report.site), []).append(report.rank)
+    parts = []
+    for (place, doing, site), ranks in said.items():
+        where = f" ({site})" if site else ""
+        parts.append(
+            f"{name_ranks(ranks)} {doing}{where}"
+            if len(places) == 1
+            else f"{name_ranks(ranks)} in {place} {doing}{where}"
+        )
+    text = ", ".join(parts) if len(places) == 1 else "; ".join(parts)
+    return f"{places.pop()}: {text}" if len(places) == 1 else text
+
+
+def _where(report: Report) -> str:
+    return f"{report.place}: {report.doing}" + (f" ({report.site})" if report.site else "")
+
+
+def _numbers(reports: Iterable[Report]) -> dict[int, int]:
+    return {report.rank: report.wait.number for report in reports if report.wait is not None}
+
+
+def _controls(reports: Iterable[Report]) -> tuple[str, ...]:
+    return tuple(sorted({report.wait.control for report in reports if report.wait and report.wait.control}))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-7", "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
