@@ -65,6 +65,49 @@ def test_token_mean_is_the_mean_over_all_tokens(strategy: str) -> None:
             run_ranks(2, weigh, strategy, way, defer)
 
 
+def chunks(strategy: str, again: bool) -> None:
+    """A head called on chunks inside `keep`, a backward each; the trunk's backward at the end."""
+    rank = torch.distributed.get_rank()
+    model, plain = lamina.shard(build(), strategy, units=[nn.Linear]), build()
+    if again:  # gradients are there already, and stay in the sum
+        model(tokens_of(rank, 1)).pow(2).mean().backward()
+        for r in (0, 1):
+            (plain(tokens_of(r, 1)).pow(2).mean() / 2).backward()
+    with lamina.keep(model[2]):
+        hidden = model[1](model[0](tokens_of(rank, 0)))
+        leaf = hidden.detach().requires_grad_()
+        for chunk in leaf.chunk(2):
+            model[2](chunk).pow(2).sum().backward()
+        hidden.backward(leaf.grad)
+    for r in (0, 1):
+        (plain(tokens_of(r, 0)).pow(2).sum() / 2).backward()
+    assert_gradients(model, [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_chunks_of_a_head_inside_keep(strategy: str) -> None:
+    for again in (False, True):
+        run_ranks(2, chunks, strategy, again)
+
+
+def let_go_after_an_error(strategy: str) -> None:
+    """Gradients from before the scope are still there when it ends by an error, and nothing of it is."""
+    rank = torch.distributed.get_rank()
+    model, plain = lamina.shard(build(), strategy, units=[nn.Linear]), build()
+    model(tokens_of(rank, 1)).pow(2).mean().backward()
+    for r in (0, 1):
+        (plain(tokens_of(r, 1)).pow(2).mean() / 2).backward()
+    with pytest.raises(ZeroDivisionError), lamina.keep(model):
+        model(tokens_of(rank, 0)).pow(2).sum().backward()
+        raise ZeroDivisionError
+    assert_gradients(model, [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_an_error_inside_keep_leaves_earlier_gradients(strategy: str) -> None:
+    run_ranks(2, let_go_after_an_error, strategy)
+
+
 def run_out(strategy: str) -> None:
     """Rank 0 has three batches, rank 1 two: the third is rank 0's alone."""
     rank = torch.distributed.get_rank()

@@ -94,8 +94,9 @@ class Engine:
         self.resident = self.residency.here()
 
     def _begin_backward(self, task: int) -> None:
-        deferral = "defer" if self.gradients.defer else ""
-        key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, deferral, self.resident)
+        circumstances = ["defer"] if self.gradients.defer else []
+        circumstances += [f"keep {unit.index}" for unit in self.units if unit.kept]  # they are not reduced
+        key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, " ".join(circumstances), self.resident)
         self._open(key, task)
         self.gradients.begin()
 
@@ -383,6 +384,8 @@ class Engine:
         phase = self._current()
         for unit in units:
             slot = self.enter(unit, Op.FORWARD)
+            if unit.plain and not unit.kept:
+                self.gradients.set_aside(unit)
             unit.kept += 1
             unit.shut_window()
             if slot is not None:
@@ -401,6 +404,7 @@ class Engine:
         if not reduce:
             for unit in released:
                 self.gradients.drop(unit)
+            self.gradients.settle([])
             return
         if not released:
             return

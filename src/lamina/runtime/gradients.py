@@ -48,11 +48,15 @@ class Gradients:
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
         for unit in self.units:
-            if unit.plain:
-                unit.fresh = True
-                unit.note_existing_gradients()
-                for param in unit.params:
-                    param.grad = None
+            if unit.plain and not unit.kept:
+                self.set_aside(unit)
+
+    def set_aside(self, unit: Unit) -> None:
+        """A plain unit's parameters hold nothing from here to the reduction but what is to be reduced."""
+        unit.fresh = True
+        unit.note_existing_gradients()
+        for param in unit.params:
+            param.grad = None
 
     def of(self, unit: Unit) -> list[Tensor | None]:
         """This rank's gradients, by parameter, summed over the slots that the unit was used in."""
@@ -139,7 +143,7 @@ class Gradients:
             unit.bind_gradients([a or b for a, b in zip(used[index], unit.had, strict=True)])
             unit.touched = [False] * len(unit.params)
         for unit in self.units:
-            if unit.plain and unit.fresh:
+            if unit.plain and unit.fresh and not unit.kept:
                 unit.fresh = False
                 if unit.index not in complete:
                     unit.bind_gradients(unit.had)
