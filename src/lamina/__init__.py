@@ -8,7 +8,7 @@ is the one line a training script changes; `lamina.shard` and docs/ say the rest
 from __future__ import annotations
 
 from lamina import checkpoint, optim
-from lamina.checkpoint.api import latest, load, save
+from lamina.checkpoint.api import export, latest, load, save
 from lamina.core.shard_spec import GlobalSpec
 from lamina.core.shard_tensor import Shard
 from lamina.core.strategy import Strategy
@@ -28,7 +28,7 @@ from lamina.errors import (
 )
 from lamina.launch import launch
 from lamina.optim.clip import clip_grad_norm_
-from lamina.places import adopt, capture, export, plan, trace
+from lamina.places import adopt, capture, plan, trace
 from lamina.runtime.access import gathered, sync
 from lamina.runtime.api import shard
 from lamina.runtime.checks import check

@@ -29,9 +29,3 @@ def trace(path: str) -> NoReturn:
 def plan(model: Any, **options: Any) -> NoReturn:
     """Forecast memory and time of a run."""
     _not_built("plan()", "lamina.report(model) shows what a sharded model holds")
-
-
-def export(path: str, model: Any, **options: Any) -> NoReturn:
-    """Write a Hugging Face folder."""
-    way = "`with lamina.gathered(model): model.save_pretrained(path)` on every rank, rank 0's folder being kept"
-    _not_built("export()", way)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lamina.checkpoint.api import finish, keep_last, latest, load, save
+from lamina.checkpoint.api import export, finish, keep_last, latest, load, save
 
-__all__ = ["finish", "keep_last", "latest", "load", "save"]
+__all__ = ["export", "finish", "keep_last", "latest", "load", "save"]

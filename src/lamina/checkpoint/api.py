@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from lamina.checkpoint import folders
 from lamina.checkpoint.background import finish
+from lamina.checkpoint.exporting import export
 from lamina.checkpoint.loading import load
 from lamina.checkpoint.saving import save
 
-__all__ = ["finish", "keep_last", "latest", "load", "save"]
+__all__ = ["export", "finish", "keep_last", "latest", "load", "save"]
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:

@@ -73,7 +73,10 @@ class Background:
             except LaminaError as error:
                 self._error = error
             except BaseException as error:  # of Gloo, when a peer is gone
-                self._error = CheckpointError(f"a save in the background failed: {type(error).__name__}: {error}")
+                said = str(error).splitlines()[0] if str(error) else ""
+                self._error = CheckpointError(
+                    f"a save in the background failed; if a rank has ended, this is why: {type(error).__name__}: {said}"
+                )
 
         self._thread = threading.Thread(target=run, name="lamina-save", daemon=True)
         RUNNING.append(self)

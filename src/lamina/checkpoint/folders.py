@@ -54,6 +54,12 @@ def publish(path: Path, manifest_text: str) -> None:
         file.write(manifest_text)
         file.flush()
         os.fsync(file.fileno())
+    give_name(path)
+
+
+def give_name(path: Path) -> None:
+    """Let what is in the hidden folder appear at `path`, all at once; an earlier checkpoint there goes afterwards."""
+    folder = partial(path)
     sync_folder(folder)
     earlier = _beside(path, "replaced")
     if (path / MANIFEST_NAME).is_file():

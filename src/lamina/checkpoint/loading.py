@@ -27,6 +27,8 @@ from lamina.checkpoint.agreed import at_place, together, warn_once
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
 from lamina.checkpoint.datafile import STAGING_BYTES
+from lamina.checkpoint.huggingface import HuggingFaceSource
+from lamina.checkpoint.manifest import MANIFEST_NAME
 from lamina.checkpoint.matching import Matched, check_copies, match
 from lamina.checkpoint.optimizer_load import OptimizerPlan, plan_optimizer
 from lamina.checkpoint.snapshot import restore_random_states
@@ -50,7 +52,7 @@ def load(
     compared on all ranks. Where as many ranks saved, random states of Python, numpy and torch are restored.
 
     Args:
-        path: a folder that `lamina.save` wrote.
+        path: a folder that `lamina.save` wrote, or a Hugging Face folder (safetensors): parameters and buffers only.
         model: a model that was given to `lamina.shard()`.
         optimizer: of the model's parameters; its groups are matched by parameter name. It needs no state yet.
         strict: names, shapes and groups must be the same. False: what does not fit is skipped and listed in a warning.
@@ -75,7 +77,10 @@ def load(
 
 def open_source(path: str | os.PathLike[str], rank: int, world: int) -> Source:
     """The checkpoint at `path`, by what is in the folder."""
-    return LaminaSource(folders.find(Path(path)), rank, world)
+    folder = folders.find(Path(path))
+    if not (folder / MANIFEST_NAME).exists() and any(folder.glob("*.safetensors")):
+        return HuggingFaceSource(folder)
+    return LaminaSource(folder, rank, world)
 
 
 @dataclass
