@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lamina.core.shard_ops import slice_of
-from lamina.core.shard_tensor import Shard, rebuild_shard
+from lamina.core.shard_tensor import AS_PLAIN, Shard, rebuild_shard
 from lamina.errors import ShardOpError, StateError
 
 _WHOLE_MATRIX = "it works on whole matrices, which no rank holds"
@@ -32,7 +32,8 @@ _UNSUPPORTED = {  # class name in torch.optim -> why, what to use
     "SparseAdam": ("gradients of sharded parameters are dense", "torch.optim.Adam"),
 }
 _SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim states that are not cut, of any parameter
-_dirty = attrgetter("spec.dirty")
+_dirty, _grad_of = attrgetter("spec.dirty"), attrgetter("grad")
+_CUT = {Shard, type(None)}  # types of gradients that need nothing
 
 _registered = False
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
@@ -66,10 +67,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     params = [param for group in optimizer.param_groups for param in group["params"] if type(param) is Shard]
     if not params:
         return
-    for param in params:
-        grad = param.grad
-        if grad is not None and type(grad) is not Shard:
-            param.grad = cut(grad, param)
+    with AS_PLAIN():
+        grads = list(map(_grad_of, params))
+    if not set(map(type, grads)) <= _CUT:
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None and type(grad) is not Shard:
+                param.grad = cut(grad, param)
     if _states_seen.get(optimizer) != len(optimizer.state):
         _refuse_unsupported(optimizer, params[0])
         for param in params:

@@ -35,6 +35,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
 _OWN_ATTRIBUTES = frozenset({"local", "spec", "geometry", "_is_param"})
 
+# A scope without which torch looks for `__torch_function__` whenever an attribute of a Shard is read: six times the cost.
+AS_PLAIN = torch._C.DisableTorchFunctionSubclass
+
 
 class Shard(Tensor):
     """This rank's flat range of a parameter, a gradient or an optimizer state. Final: not to be subclassed.

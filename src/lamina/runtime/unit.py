@@ -29,14 +29,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
-from lamina.core.shard_tensor import Shard, convert_
+from lamina.core.shard_tensor import AS_PLAIN, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, refresh_flat_weights, windows_of
-
-# Without it torch looks for `__torch_function__` at every attribute of a subclass: a third of the loops below.
-AS_PLAIN = torch._C.DisableTorchFunctionSubclass
 
 _is_trainable, _grad_of, _local_of = attrgetter("requires_grad"), attrgetter("grad"), attrgetter("local")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
