@@ -63,10 +63,11 @@ def gradient_of_parameters() -> None:
     torch.autograd.grad(model(data_of(0)).sum(), list(model.parameters()), allow_unused=True)
 
 
-def thawed() -> None:
+def thawed_in_16_bit() -> None:
+    """What is frozen keeps no wide master, so it cannot begin to train."""
     model = seeded(linears)
-    model.blocks[0].requires_grad_(False)
-    model = lamina.shard(model, units=["blocks.*"])
+    model.blocks[0].requires_grad_(False).to(torch.bfloat16)
+    model = lamina.shard(model, units=["blocks.*"], precision=lamina.Precision(compute=torch.float64, keep=()))
     model.blocks[0].requires_grad_(True)
     own_step(model)
 
@@ -93,7 +94,7 @@ MISUSE: dict[Callable[[], None], tuple[str, list[str]]] = {
     part_twice: ("StateError", ["already"]),
     create_graph: ("StateError", ["keep"]),
     gradient_of_parameters: ("ShardOpError", ["weight"]),
-    thawed: ("ParameterChanged", ["blocks.0"]),
+    thawed_in_16_bit: ("ParameterChanged", ["blocks.0", "bfloat16"]),
     read_outside: ("ShardOpError", ["blocks.0.weight"]),
     returned_weight: ("StateError", ["weight", "clone"]),
 }

@@ -11,8 +11,8 @@ Pure: no communication, no device. `UnitLayout.text()` is the readable form, `ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -98,6 +98,15 @@ class UnitLayout:
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.params)
+
+    def thawed(self, positions: Collection[int]) -> UnitLayout:
+        """The same places with these parameters trainable: all of a segment's get a place for their gradient."""
+        params = [replace(p, trainable=p.trainable or i in positions) for i, p in enumerate(self.params)]
+        segments = []
+        for segment in self.segments:
+            own, params = tuple(params[: len(segment.params)]), params[len(segment.params) :]
+            segments.append(replace(segment, params=own, trainable=any(p.trainable for p in own)))
+        return replace(self, segments=tuple(segments))
 
     def text(self) -> str:
         lines = [f"unit {self.name or 'root'}: {self.buffer_bytes} bytes"]

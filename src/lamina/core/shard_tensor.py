@@ -35,7 +35,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
 _OWN_ATTRIBUTES = frozenset({"local", "spec", "geometry", "_is_param"})
 
-# A scope without which torch looks for `__torch_function__` whenever an attribute of a Shard is read: six times the cost.
+# Outside this scope torch looks for `__torch_function__` whenever an attribute of a Shard is read: six times the cost.
 AS_PLAIN = torch._C.DisableTorchFunctionSubclass
 
 

@@ -81,9 +81,10 @@ class Engine:
 
     def _drop_stale(self) -> None:
         for unit in self.units:
+            if unit.look():
+                self.programs.clear()  # they do not reduce what was frozen
             if unit.plain:
                 continue
-            unit.look()
             unit.version += unit.dirty.value
             if unit.kept and unit.dirty.value:
                 raise StateError(

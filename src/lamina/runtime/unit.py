@@ -185,25 +185,46 @@ class Unit:
             refresh_flat_weights(module)
 
     def _follow_requires_grad(self, position: int, full: nn.Parameter, param: nn.Parameter) -> None:
-        spec = self.layout.params[position]
-        if param.requires_grad and not spec.trainable:
-            raise ParameterChanged(
-                f"`{spec.name}` was frozen when the model was sharded and requires a gradient now: "
-                "its unit has no place "
-                "for one. Set requires_grad before lamina.shard(), or build and shard the model anew"
-            )
         full.requires_grad_(param.requires_grad)
         self.wanted[position] = param.requires_grad
 
-    def look(self) -> None:
-        """Before a root forward: see what the user has done to the parameters.
+    def look(self) -> bool:
+        """Before a root forward: see what the user has done to the parameters; whether a frozen one trains from now on.
 
         Every one is still a view of its master: `.to()`, `.double()` and the like would have moved it.
         """
         with AS_PLAIN():
-            self.requires = list(map(_is_trainable, self.params))
-        if not self._untouched():
+            requires = list(map(_is_trainable, self.params))
+        if not (self.plain or self._untouched()):
             self.check_masters()
+        if requires == self.requires:
+            return False
+        self.requires = requires
+        if self.plain:
+            self.wanted = list(requires)
+        thawed = [i for i, (now, place) in enumerate(zip(requires, self.expected, strict=True)) if now and not place]
+        if thawed:
+            self._thaw(thawed)
+        return bool(thawed)
+
+    def _thaw(self, positions: Sequence[int]) -> None:
+        """Give parameters that were frozen a place for their gradients; the bytes of the unit stay as they are."""
+        for position in positions:
+            spec = self.layout.params[position]
+            if gradient_dtype(spec.master) is not spec.master:
+                raise ParameterChanged(
+                    f"`{spec.name}` was frozen when the model was sharded and requires a gradient now: its master is "
+                    f"kept in {spec.master}, too coarse for an optimizer. Set requires_grad before lamina.shard() and "
+                    "freeze it afterwards, or shard the model anew"
+                )
+        before, self.layout = self.layout, self.layout.thawed(positions)
+        for slot in self.slots:
+            slot.layout = self.layout
+        self.trainable, self.expected = True, [spec.trainable for spec in self.layout.params]
+        if self.grads:
+            for number, (old, new) in enumerate(zip(before.segments, self.layout.segments, strict=True)):
+                if new.trainable and not old.trainable:
+                    self._make_gradient(number)
 
     def check_masters(self) -> None:
         """Raise if a parameter was cast or moved; take back values that were given other memory."""
@@ -264,23 +285,30 @@ class Unit:
         """Allocate the gradient ranges, once."""
         if self.grads:
             return
-        index = self.mesh.range_index
-        position = 0
-        for segment in self.layout.segments:
-            numel = segment.range_numel if segment.trainable else 0
-            grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.mesh.device)
-            self.grads.append(grad)
-            for i, spec in enumerate(segment.params):
-                start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
-                offset = segment.offset_in_range(i, index)
-                local = grad[offset : offset + stop - start]
-                param = self.params[position]
-                if isinstance(param, Shard):
-                    self.grad_views.append(Shard(local, param.spec.derived))
-                    self._grad_locals.append(local)
-                else:
-                    self.grad_views.append(local.view(spec.shape) if segment.trainable else local)
-                position += 1
+        nothing = torch.empty(0, device=self.mesh.device)
+        self.grads = [nothing] * len(self.layout.segments)
+        self.grad_views = [nothing] * len(self.params)
+        self._grad_locals = [nothing] * (len(self.params) if self.communicates else 0)
+        for number in range(len(self.layout.segments)):
+            self._make_gradient(number)
+
+    def _make_gradient(self, number: int) -> None:
+        """The gradient range of one segment, and the views of it that p.grad will be."""
+        segment, index = self.layout.segments[number], self.mesh.range_index
+        numel = segment.range_numel if segment.trainable else 0
+        grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.mesh.device)
+        self.grads[number] = grad
+        first = sum(len(before.params) for before in self.layout.segments[:number])
+        for i, spec in enumerate(segment.params):
+            start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
+            offset = segment.offset_in_range(i, index)
+            local = grad[offset : offset + stop - start]
+            param = self.params[first + i]
+            if isinstance(param, Shard):
+                self.grad_views[first + i] = Shard(local, param.spec.derived)
+                self._grad_locals[first + i] = local
+            else:
+                self.grad_views[first + i] = local.view(spec.shape) if segment.trainable else local
 
     def note_existing_gradients(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""

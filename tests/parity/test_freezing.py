@@ -1,0 +1,77 @@
+"""requires_grad changed between steps equals one process: unfreezing layer by layer, freezing again, both in one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lamina
+from harness import run_ranks
+from parity.models import UNITS, build, language_batch, language_loss
+from parity.reference import TOLERANCE, gradient_deviation, parameter_deviation
+
+Toggle = Callable[[nn.Module], None]
+
+
+def freeze(model: nn.Module, *patterns: str, frozen: bool = True) -> None:
+    for name, param in model.named_parameters():
+        if any(name.startswith(pattern) or name.endswith(pattern) for pattern in patterns):
+            param.requires_grad_(not frozen)
+
+
+def layer_by_layer(step: int) -> Toggle:
+    """All but the head frozen at first; every second step one more block trains."""
+    if step == 0:
+        return lambda model: freeze(model, "embedding", "blocks")
+    return lambda model: freeze(model, f"blocks.{3 - step // 2}", frozen=False) if step % 2 == 0 else None
+
+
+def biases_first(step: int) -> Toggle:
+    """One unit holds both kinds: biases train, then weights beside them, then weights alone."""
+    if step == 0:
+        return lambda model: freeze(model, "weight")
+    if step == 2:
+        return lambda model: freeze(model, "weight", frozen=False)
+    return lambda model: freeze(model, "bias") if step == 4 else None
+
+
+def on_and_off(step: int) -> Toggle:
+    """A block that comes and goes; its optimizer state stays."""
+    return lambda model: freeze(model, "blocks.1", frozen=step % 2 == 0)
+
+
+SCHEDULES = {"layer by layer": layer_by_layer, "biases first": biases_first, "on and off": on_and_off}
+STEPS = 7
+
+
+def train(name: str, strategy: str, slots: int) -> float:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plain, model = build(), build()
+    for each in (plain, model):
+        SCHEDULES[name](0)(each)
+    model = lamina.shard(model, strategy, units=UNITS, slots=slots)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3, foreach=True) for each in (plain, model)]
+    worst = 0.0
+    for step in range(STEPS):
+        for each in (plain, model):
+            SCHEDULES[name](step)(each)
+        for other in range(world):
+            (language_loss(plain, language_batch(10 * step + other, 2)) / world).backward()
+        language_loss(model, language_batch(10 * step + rank, 2)).backward()
+        expected: dict[str, Tensor | None] = {key: p.grad for key, p in plain.named_parameters()}
+        worst = max(worst, gradient_deviation(model, expected))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, parameter_deviation(model, {key: p.detach() for key, p in plain.named_parameters()}))
+    return worst
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+@pytest.mark.parametrize(("strategy", "slots"), [("zero3", 3), ("zero3", 1), ("zero1", 2), ("ddp", 3)])
+def test_toggled_parameters_equal_one_process(name: str, strategy: str, slots: int) -> None:
+    assert max(run_ranks(2, train, name, strategy, slots)) <= TOLERANCE
