@@ -1,4 +1,4 @@
-"""requires_grad changed between steps equals one process: unfreezing layer by layer, freezing again, both in one unit."""
+"""requires_grad changed between steps equals one process: layer by layer, freezing again, both kinds in one unit."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def convert_(param: nn.Parameter, local: Tensor, spec: ShardSpec) -> None:
     attributes = dict(param.__dict__)
     shard = Shard(local, spec, param.requires_grad)
     shard._is_param = True  # type: ignore[attr-defined]  # isinstance(p, nn.Parameter) reads this
-    _check_unheld(param, spec)
+    _poison(check_unheld(param, spec.name), spec.name)
     # torch.utils.swap_tensors does these three steps too, but refuses when anybody holds a weak reference (as RNNs do)
     param.__class__, shard.__class__ = shard.__class__, param.__class__  # type: ignore[assignment]
     param.__dict__, shard.__dict__ = shard.__dict__, param.__dict__
@@ -279,20 +279,26 @@ def convert_(param: nn.Parameter, local: Tensor, spec: ShardSpec) -> None:
         param.grad = Shard(part, spec.derived)
 
 
-def _check_unheld(param: nn.Parameter, spec: ShardSpec) -> None:
-    """Let only an accumulation node hold the content, and make that node raise if it is ever run."""
+def check_unheld(param: nn.Parameter, name: str) -> Any:
+    """Raise if anything but an accumulation node holds the parameter's content; that node, or None."""
     held = param._use_count()  # type: ignore[attr-defined]
     if held == 1:
-        return
+        return None
     node = None
     if held == 2 and param.requires_grad and param.is_leaf:
         node = torch.autograd.graph.get_gradient_edge(param).node
     if node is None or param._use_count() != 2:  # type: ignore[attr-defined]  # asking for the node made one: something else was the holder
         raise StateError(
-            f"`{spec.name}` cannot be sharded while other tensors share its memory. Drop views of `{spec.name}` first "
+            f"`{name}` cannot be sharded while other tensors share its memory. Drop views of `{name}` first "
             "(such as `p.view(-1)`), and the outputs of forwards that ran before `lamina.shard(...)`."
         )
-    name = spec.name
+    return node
+
+
+def _poison(node: Any, name: str) -> None:
+    """Make an accumulation node from before raise if it is ever run."""
+    if node is None:
+        return
 
     def poisoned(grad_outputs: Any) -> NoReturn:
         raise StateError(

@@ -18,6 +18,7 @@ from lamina.core.control import Control
 from lamina.core.lanes import Lanes
 from lamina.core.layout import UnitLayout, lay_out, short_dtype
 from lamina.core.mesh import DataMesh
+from lamina.core.shard_tensor import check_unheld
 from lamina.core.slots import Slot
 from lamina.core.strategy import Factors, Level
 from lamina.errors import UsageError
@@ -97,8 +98,12 @@ def draw_blueprint(
     layouts, meshes, plain = [], [], []
     for plan in plans:
         own = replicated if plan.replicated else mesh
-        _refuse_split([parameters[name] for name in plan.parameters], plan, own)
+        params = [parameters[name] for name in plan.parameters]
+        _refuse_split(params, plan, own)
         specs = [spec_of(name, parameters[name], precision) for name in plan.parameters]
+        if own.factors.uses_shards:
+            for name, param in zip(plan.parameters, params, strict=True):
+                check_unheld(param, name)
         layouts.append(lay_out(plan.name, specs, own.factors.optimizer))
         meshes.append(own)
         plain.append(not own.factors.uses_shards and all(s.compute is s.master for s in specs))
