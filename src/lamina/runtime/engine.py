@@ -57,6 +57,9 @@ class Engine:
         self.control, self.lanes, self.gatherer, self.reducer = control, lanes, gatherer, reducer
         control.device_is_busy = lanes.are_busy
         self.ahead, self.one_sided = ahead, one_sided
+        # Activations are at their peak while there are no gradients. On the CPU the same memory would come back as new
+        # pages, whose first touch costs more than the reduction.
+        self.gives_back_gradients = any(unit.mesh.device.type == "cuda" for unit in units)
         self.residency = Residency(units, gatherer, reducer, lanes)
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
         self.lockstep = Lockstep(control, [unit.name for unit in units])
@@ -81,6 +84,8 @@ class Engine:
 
     def _drop_stale(self) -> None:
         for unit in self.units:
+            if self.gives_back_gradients:
+                unit.give_back_gradients()
             if unit.look():
                 self.programs.clear()  # they do not reduce what was frozen
             if unit.plain:

@@ -80,6 +80,7 @@ class Unit:
         self.grads: list[Tensor] = []
         self.grad_views: list[Tensor] = []  # what p.grad is, in layout order; empty where frozen
         self._grad_locals: list[Tensor] = []  # their `.local`, where they are Shards
+        self._grads_are_away = False  # their memory is with the allocator
         self.had = [False] * len(self.params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(self.params)  # the gradient buffer holds this parameter's accumulated gradient
         self.earlier: dict[int, Tensor] = {}  # gradients kept apart while tensor hooks see the new ones
@@ -284,6 +285,10 @@ class Unit:
     def make_gradients(self) -> None:
         """Allocate the gradient ranges, once."""
         if self.grads:
+            if self._grads_are_away:
+                for grad in self.grads:
+                    grad.untyped_storage().resize_(grad.numel() * grad.itemsize)
+                self._grads_are_away = False
             return
         nothing = torch.empty(0, device=self.mesh.device)
         self.grads = [nothing] * len(self.layout.segments)
@@ -291,6 +296,21 @@ class Unit:
         self._grad_locals = [nothing] * (len(self.params) if self.communicates else 0)
         for number in range(len(self.layout.segments)):
             self._make_gradient(number)
+
+    def give_back_gradients(self) -> None:
+        """Give the memory of gradients that nobody has any more back to the allocator, until the next reduction."""
+        if not self.grads or self._grads_are_away:
+            return
+        with AS_PLAIN():
+            if any(grad is not None for grad in map(_grad_of, self.params)):
+                return
+        held = self._held_elsewhere() or ()
+        for position, is_held in enumerate(held):
+            if is_held:
+                self._leave_to_the_user(position)
+        for grad in self.grads:
+            grad.untyped_storage().resize_(0)
+        self._grads_are_away = True
 
     def _make_gradient(self, number: int) -> None:
         """The gradient range of one segment, and the views of it that p.grad will be."""
