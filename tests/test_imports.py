@@ -28,6 +28,7 @@ LAYERS = (
     {"optim", "checkpoint", "planner", "launch", "places"},
     {"trace"},
     {"train"},
+    {"cli"},
     {""},  # lamina/__init__.py
 )
 LAUNCH = {"launch", "launched", "ship"}  # one part in three files

@@ -1,0 +1,55 @@
+"""The command `lamina`: one word chooses the part, which is imported only then."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+USAGE = """lamina: fully sharded training for PyTorch
+
+    lamina train        train a small GPT, or fine-tune a model: `lamina train --help`
+    lamina sample       let a trained model write
+    lamina checkpoint   inspect, verify, convert, export checkpoints
+"""
+PARTS = {  # word -> module with main(argv) -> exit code
+    "train": "lamina.train.cli",
+    "sample": "lamina.train.sample_cli",
+    "checkpoint": "lamina.checkpoint.commands",
+}
+NOT_BUILT = {
+    "plan": "lamina.report(model) shows what a sharded model holds",
+    "trace": "torch.profiler shows a step, kernel by kernel",
+    "doctor": "benchmarks/ holds scripts that measure a machine",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    word, rest = words[0], words[1:]
+    if word in NOT_BUILT:
+        return _refused(f"`lamina {word}` is not built yet; {NOT_BUILT[word]}")
+    if word not in PARTS:
+        near = difflib.get_close_matches(word, [*PARTS, *NOT_BUILT], n=1)
+        return _refused(f"no command `{word}`; {f'did you mean `lamina {near[0]}`?' if near else 'type lamina --help'}")
+    try:
+        part = importlib.import_module(PARTS[word])
+    except ModuleNotFoundError as missing:
+        if missing.name == PARTS[word]:
+            return _refused(f"`lamina {word}` is not built yet")
+        return _refused(f"`lamina {word}` needs {missing.name}: pip install {missing.name}")
+    return part.main(rest)
+
+
+def _refused(message: str) -> int:
+    print(f"lamina: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`lamina train` and `lamina sample`: flags or a TOML file in, a run on every device out.
+
+A launcher and a script are two commands, two places of configuration, and the ranks' output mixed on one screen. Here
+the command starts its own ranks (lamina.launch) unless it is under torchrun already, and draws what rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import torch
+import tyro
+
+from lamina.errors import LaminaError, LaunchError, UsageError
+from lamina.launch import CPU_RANKS, launch
+from lamina.train.config import Config, read_toml, to_toml
+from lamina.train.documents import read_documents
+from lamina.train.folder import next_folder
+from lamina.train.resolve import Machine, resolve
+from lamina.train.run import Request, run
+from lamina.train.view import RelayReader, open_view
+
+STOP_S = 60.0  # from Ctrl-C to the end of the ranks: a step, and a checkpoint
+
+
+@dataclass(frozen=True)
+class Command:
+    """Train a small GPT from nothing, or fine-tune a pretrained model, on every device of this machine.
+
+    Without arguments: the small GPT, on the sources of Python's standard library, in about two minutes.
+    """
+
+    config: tyro.conf.OmitArgPrefixes[Config]
+    resume: Annotated[str | None, tyro.conf.arg(help="go on with the run in this folder, from its last checkpoint")] = (
+        None
+    )
+    nprocs: Annotated[int | None, tyro.conf.arg(help="number of ranks (None: every GPU, or 2 CPU processes)")] = None
+    print_config: Annotated[bool, tyro.conf.arg(help="print the settings of this run as TOML, and end")] = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """`lamina train ...`; the exit code."""
+    try:
+        return _train(list(argv))
+    except LaunchError as error:
+        return _failed(_in_short(str(error)))
+    except LaminaError as error:
+        return _failed(str(error))
+
+
+def _failed(message: str) -> int:
+    print(f"lamina train: {message}", file=sys.stderr)
+    return 1
+
+
+def _in_short(text: str) -> str:
+    """A mistake of the user needs no traceback; anything else keeps it."""
+    head, _, _ = text.partition("\n\n")
+    for kind in ("lamina.errors.", "UsageError: "):
+        if kind in head:
+            return head.split(": ", 2)[-1]
+    return text
+
+
+def _train(argv: list[str]) -> int:
+    file = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    command = _parse(argv, file)
+    config, machine = command.config, _machine(command)
+    if command.resume is not None:
+        config = replace(config, output=command.resume)
+    config = resolve(config, machine)
+    if command.print_config:
+        print(to_toml(config), end="")
+        return 0
+    if config.data is not None:
+        read_documents(config.data)  # what is wrong with it is said before anything is started
+    if config.output is None:
+        config = replace(config, output=str(next_folder(Path("runs"))))
+    if config.sharding.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for torch, in the ranks
+    if _under_launcher():
+        run(Request(config, command.resume is not None))
+        return 0
+    return _launch(Request(config, command.resume is not None, relayed=True), machine.ranks)
+
+
+def _parse(argv: list[str], file: str | None) -> Command:
+    default = Command(Config() if file is None else read_toml(Path(file)))
+    command = tyro.cli(Command, args=argv, default=default, prog="lamina train", description=_described(Command))
+    if command.resume is None:
+        return command
+    if file is not None:
+        raise UsageError(f"--resume {command.resume} takes its settings from there; leave {file} out")
+    stored = Path(command.resume) / "run.toml"
+    if not stored.is_file():
+        raise UsageError(f"--resume {command.resume}: {stored} does not exist, so this is no folder of a run")
+    return tyro.cli(Command, args=argv, default=Command(read_toml(stored)), prog="lamina train")
+
+
+def _described(kind: type) -> str:
+    return (kind.__doc__ or "") + "\nA TOML file may stand before the flags: lamina train run.toml --lr 1e-3"
+
+
+def _under_launcher() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _machine(command: Command) -> Machine:
+    wanted, gpus = command.config.sharding.device, torch.cuda.device_count()
+    if wanted == "cuda" and not gpus:
+        raise UsageError("--device cuda: torch finds no GPU here. Leave --device out, or install a torch with CUDA")
+    on_gpu = gpus > 0 and wanted != "cpu"
+    if _under_launcher():
+        return Machine(int(os.environ["WORLD_SIZE"]), on_gpu)
+    count = command.nprocs if command.nprocs is not None else gpus if on_gpu else CPU_RANKS
+    if count < 1 or (on_gpu and count > gpus):
+        raise UsageError(f"--nprocs {count}: type a number from 1{f' to {gpus}, the GPUs here' if on_gpu else ''}")
+    return Machine(count, on_gpu)
+
+
+def _launch(request: Request, ranks: int) -> int:
+    view = open_view(sys.stdout)
+    try:
+        with _sigterm_as_interrupt(), contextlib.redirect_stdout(RelayReader(view)):  # type: ignore[type-var]
+            launch(run, nprocs=ranks, args=(request,), grace_s=STOP_S)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        view.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Both mean: let the ranks end their step and save."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,128 @@
+"""A run's folder: what it was told, what it measured, what it kept.
+
+    runs/1/run.toml            the resolved configuration: `lamina train runs/1/run.toml` runs it again
+    runs/1/metrics.jsonl       a line for every few steps, and for every evaluation
+    runs/1/curve.png           the loss, trained and held out
+    runs/1/checkpoints/        step-000400, ...: the last one and the best
+    runs/1/model/              the result: a Hugging Face folder, or the small GPT's (runs/1/adapter/ with --lora)
+
+Everything is written beside its place and renamed, so that a full disk leaves nothing half-written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import UsageError
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+
+    def create(self, config_text: str) -> None:
+        """On one rank. `UsageError` if the folder is in use or cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            taken = any(self.path.iterdir())
+        except OSError as problem:
+            raise UsageError(f"--output {self.path}: {problem.strerror}") from None
+        if taken:
+            raise UsageError(
+                f"--output {self.path} is in use. Go on with what is there: lamina train --resume {self.path}; or give "
+                "another folder"
+            )
+        self.checkpoints.mkdir()
+        self.write("run.toml", config_text)
+
+    def write(self, name: str, text: str) -> None:
+        """A small file, whole or not at all."""
+        place = self.path / f".{name}.part"
+        try:
+            place.write_text(text)
+            os.replace(place, self.path / name)
+        except OSError as problem:
+            place.unlink(missing_ok=True)
+            raise OSError(problem.errno, f"{self.path / name}: {problem.strerror}") from None
+
+    def write_folder(self, name: str, fill: Callable[[Path], None]) -> Path:
+        """A folder, whole or not at all; one of that name is replaced."""
+        place, target = self.path / f".{name}.part", self.path / name
+        shutil.rmtree(place, ignore_errors=True)
+        try:
+            place.mkdir()
+            fill(place)
+            if target.exists():
+                shutil.rmtree(target)
+            place.rename(target)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        return target
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def keep_checkpoints(self, *steps: int) -> None:
+        """Remove all but these."""
+        wanted = {self.checkpoint(step).name for step in steps}
+        for entry in self.checkpoints.iterdir():
+            if entry.name.startswith("step-") and entry.name not in wanted:
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+class Metrics:
+    """metrics.jsonl, on one rank: appended to line by line, cut back where a run resumes from an earlier step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def resume(self, step: int, known: list[dict[str, Any]]) -> None:
+        """Drop what lies behind `step`; `known`, from the checkpoint, stands in for a file that is gone or damaged."""
+        try:
+            rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+            rows = [row for row in rows if row["step"] <= step]
+        except (OSError, ValueError, KeyError, TypeError):
+            rows = known
+        if sum("loss" in row for row in rows) < step:
+            rows = known
+        place = self.path.with_suffix(".part")
+        place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(place, self.path)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        with self.path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def next_folder(parent: Path) -> Path:
+    """runs/1, runs/2, ..."""
+    taken = [int(p.name) for p in parent.iterdir() if p.name.isdecimal()] if parent.is_dir() else []
+    return parent / str(max(taken, default=0) + 1)
+
+
+def draw_curve(path: Path, rows: list[dict[str, Any]], bigram: float | None) -> None:
+    """The loss over the steps, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for key, label in (("loss", "training"), ("held_out_loss", "held out")):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        axes.plot(*zip(*points, strict=True), label=label) if points else None
+    if bigram is not None:
+        axes.axhline(bigram, linestyle=":", color="gray", label="bigram table, held out")
+    axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.legend()
+    place = path.with_name(f".{path.name}")
+    figure.savefig(place, format="png")
+    pyplot.close(figure)
+    os.replace(place, path)

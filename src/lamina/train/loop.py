@@ -1,0 +1,226 @@
+"""The training loop: steps, evaluations, checkpoints, and a clean end at any of them.
+
+What a step does is a function of the configuration and its number: which sequences it reads, the learning rate, the
+random numbers of dropout. So a run that was stopped, killed or moved to other ranks goes on as if nothing had been,
+and a checkpoint holds, besides weights and moments, the number of the step and the curve so far.
+
+Numbers are brought to the host, and compared over the ranks, every few steps only (`log_every`); in between the host
+runs ahead of the device. Files are rank 0's; if it cannot write, every rank stops with that error (stopping.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.checkpoint.api import load, save
+from lamina.optim.clip import clip_grad_norm_
+from lamina.runtime.scopes import accumulate, total
+from lamina.train.config import learning_rate
+from lamina.train.data import deal
+from lamina.train.folder import Metrics, RunFolder, draw_curve
+from lamina.train.job import Job
+from lamina.train.loggers import Log
+from lamina.train.memory import used_memory_bytes
+from lamina.train.objective import evaluating
+from lamina.train.stopping import Stopping
+from lamina.train.throughput import flops_per_token, peak_flops
+from lamina.train.view import Progress, View
+
+
+@dataclass
+class Curve:
+    """The same on every rank; travels in every checkpoint."""
+
+    loss: list[float] = field(default_factory=list)  # by step
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # behind so many steps
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        return min(self.held_out, key=lambda point: point[1], default=None)
+
+    def rows(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{"step": i + 1, "loss": loss} for i, loss in enumerate(self.loss)]
+        found += [{"step": step, "held_out_loss": loss} for step, loss in self.held_out]
+        return sorted(found, key=lambda row: row["step"])
+
+
+@dataclass
+class Ran:
+    """One step whose numbers are still on the device."""
+
+    step: int  # how many have been done with it
+    loss_sum: Tensor
+    tokens: int  # of all ranks
+    norm: Tensor
+    lr: float
+
+
+class Training:
+    """One run on this rank."""
+
+    def __init__(self, job: Job, folder: RunFolder, view: View, log: Log) -> None:
+        self.job, self.folder, self.view, self.log = job, folder, view, log
+        self.rank, self.world = job.control.rank, job.control.world
+        self.curve = Curve()
+        self.step = 0  # done
+        self.stopping = Stopping(job.control)
+        self.metrics = Metrics(folder.path / "metrics.jsonl")
+        self._ran: list[Ran] = []
+        self._began = self._marked = time.perf_counter()
+        self._first_step = 0
+        self._saved: list[int] = []
+        compute = torch.bfloat16 if job.config.sharding.precision == "bf16" else torch.float32
+        self._peak_flops = peak_flops(job.device, compute)
+        self._flops_per_token = flops_per_token(job.model)
+
+    # -- the run
+
+    def run(self) -> bool:
+        """Train to the end; False if it was asked to stop before. Collective."""
+        config = self.job.config
+        steps, watching = config.optimisation.steps or 0, config.watching
+        every, save_every = watching.evaluate_every or steps, watching.save_every or steps
+        with self.stopping.listening():
+            if not self.curve.held_out:
+                self.evaluate()
+            self._began = self._marked = time.perf_counter()
+            self._first_step = self.step
+            while self.step < steps:
+                self._ran.append(self._one_step())
+                last = self.step == steps
+                if self.step % watching.log_every == 0 or last:
+                    self._report()
+                if self.step % every == 0 or last:
+                    self.evaluate()
+                if self.step % save_every == 0 or last:
+                    self.save()
+                if not last and self.stopping.agreed():
+                    self._report()
+                    self.save()
+                    return False
+            self.stopping.settle()
+        return True
+
+    def _one_step(self) -> Ran:
+        job, opt, batches = self.job, self.job.config.optimisation, self.job.config.batches
+        torch.manual_seed((opt.seed * 1_000_003 + self.step) * 65_537 + self.rank)  # dropout: other on every rank
+        lr = learning_rate(self.step, opt)
+        for group in job.optimizer.param_groups:
+            group["lr"] = lr
+        rows = job.order.of_step(self.step)
+        tokens = job.rows.count(rows)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=job.device)
+        for number, part in enumerate(deal(rows, batches.accumulate, self.world, self.rank)):
+            with accumulate(job.model, last=number == batches.accumulate - 1):
+                loss_sum += job.objective.backward(job.rows.take(part, job.device), tokens)
+        norm = clip_grad_norm_(job.model, opt.clip or float("inf"))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        self.step += 1
+        return Ran(self.step, loss_sum, tokens, norm, lr)
+
+    def evaluate(self) -> float:
+        """The loss on held-out text, the mean over its tokens. Collective."""
+        job, batches = self.job, self.job.config.batches
+        self._report()
+        rows = job.evaluation_rows
+        share = max(1, (batches.batch or 1) // (self.world * batches.accumulate))
+        mine = rows[self.rank :: self.world]
+        sums = torch.zeros(2, dtype=torch.float64, device=job.device)  # of the loss; tokens
+        with evaluating(job.model):
+            for first in range(0, -(-len(rows) // self.world), share):
+                part = mine[first : first + share]
+                batch = job.held_out.take(part or rows[:1], job.device)  # a rank without rows takes part all the same
+                loss = job.objective.loss_sum(batch)
+                if part:
+                    sums += torch.stack((loss.double(), torch.full_like(loss, batch.count, dtype=torch.float64)))
+        loss_sum, tokens = total(sums).tolist()
+        loss = loss_sum / max(1.0, tokens)
+        self.curve.held_out.append((self.step, loss))
+        self._on_first(lambda: self._write({"step": self.step, "held_out_loss": loss}))
+        self.view.say(f"step {self.step}: held-out loss {loss:.3f}")
+        self._marked = time.perf_counter()  # an evaluation is no part of tokens/s
+        return loss
+
+    # -- numbers
+
+    def _report(self) -> None:
+        """Bring the numbers of the last steps to the host, the same on every rank. Collective."""
+        ran, self._ran = self._ran, []
+        if not ran:
+            return
+        steps = self.job.config.optimisation.steps or 0
+        sums = total(torch.stack([r.loss_sum for r in ran])).tolist()
+        losses = [value / max(1, r.tokens) for value, r in zip(sums, ran, strict=True)]
+        norms = torch.stack([r.norm.double() for r in ran]).tolist()
+        now = time.perf_counter()
+        here = [used_memory_bytes(self.job.device), int((now - self._marked) * 1e6)]
+        memory_bytes, took_us = (max(column) for column in zip(*self.job.control.exchange(here), strict=True))
+        self._marked = now
+        tokens_per_s = sum(r.tokens for r in ran) / max(1e-6, took_us * 1e-6)
+        mfu = tokens_per_s * self._flops_per_token / (self.world * self._peak_flops)
+        self.curve.loss += losses
+        shared = {"tokens_per_s": tokens_per_s, "mfu": mfu, "memory_bytes": memory_bytes}
+        rows = [
+            {"step": r.step, "loss": loss, "lr": r.lr, "grad_norm": norm, **shared}
+            for r, loss, norm in zip(ran, losses, norms, strict=True)
+        ]
+        self._on_first(lambda: self._write(*rows))
+        if not all(map(torch.isfinite, torch.tensor(losses))):
+            self.stopping.failure = f"the loss is no finite number behind step {self.step}: type a smaller --lr"
+        per_step_s = (now - self._began) / (self.step - self._first_step)
+        self.view.progress(
+            Progress(self.step, steps, losses[-1], tokens_per_s, memory_bytes, per_step_s * (steps - self.step))
+        )
+
+    def _write(self, *rows: dict[str, Any]) -> None:
+        self.metrics.add(rows)
+        for row in rows:
+            self.log(row)
+
+    def _on_first(self, act: Callable[[], None]) -> None:
+        """What only rank 0 does; if it fails there, every rank learns it behind this step."""
+        if self.rank:
+            return
+        try:
+            act()
+        except OSError as problem:
+            self.stopping.failure = f"{problem.filename or self.folder.path}: {problem.strerror or problem}"
+
+    # -- checkpoints
+
+    def save(self) -> None:
+        """A checkpoint behind this step; only it and the best one stay. Collective."""
+        self._report()
+        if self.step in self._saved:
+            return
+        extra = {"step": self.step, "loss": self.curve.loss, "held_out": [list(point) for point in self.curve.held_out]}
+        save(str(self.folder.checkpoint(self.step)), self.job.model, self.job.optimizer, extra=extra)
+        self._saved.append(self.step)
+        best = min(
+            (p for p in self.curve.held_out if p[0] in self._saved), key=lambda p: p[1], default=(self.step, 0.0)
+        )
+        self._saved = sorted({best[0], self.step})
+        self._on_first(lambda: self.folder.keep_checkpoints(*self._saved))
+        self._marked = time.perf_counter()
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint. Collective."""
+        extra = load(str(checkpoint), self.job.model, self.job.optimizer)
+        self.step = int(extra["step"])
+        self.curve = Curve(list(extra["loss"]), [(int(step), loss) for step, loss in extra["held_out"]])
+        kept = [int(p.name.removeprefix("step-")) for p in self.folder.checkpoints.glob("step-*")]
+        self._saved = sorted(step for step in kept if step <= self.step)
+        self._on_first(lambda: self.metrics.resume(self.step, self.curve.rows()))
+
+    def draw(self) -> None:
+        """curve.png"""
+        rows = self.curve.rows()
+        self._on_first(lambda: draw_curve(self.folder.path / "curve.png", rows, self.job.bigram))

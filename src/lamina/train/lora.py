@@ -1,0 +1,111 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685), with PEFT's names on disk.
+
+`peft` wraps the model and renames every weight, so that neither checkpoints of the base nor its units fit any more.
+Here an adapted layer keeps its weight under its own name and gains two small matrices beside it; only the files are
+PEFT's: `adapter_config.json` and `adapter_model.safetensors` in a folder that `PeftModel.from_pretrained` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from lamina.errors import UsageError
+
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class Rank:
+    r: int
+    alpha: int
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.r
+
+
+def read_rank(text: str) -> Rank:
+    """ "r=16" or "r=16,alpha=32"; alpha is twice r if it is left out."""
+    if not re.fullmatch(r"r=\d+(,alpha=\d+)?", text) or "r=0" in text.split(","):
+        raise UsageError(f"lora={text!r}: write r=16, or r=16,alpha=32")
+    values = dict(part.split("=") for part in text.split(","))
+    return Rank(int(values["r"]), int(values.get("alpha", 2 * int(values["r"]))))
+
+
+class LowRank(nn.Module):
+    """A linear layer, frozen, plus scale x B A; `weight` and `bias` stay the layer's own."""
+
+    def __init__(self, layer: nn.Module, rank: Rank) -> None:
+        super().__init__()
+        self.transposed = not isinstance(layer, nn.Linear)  # GPT-2's Conv1D holds [inputs, outputs]
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
+        self.weight, self.bias = weight, bias
+        outputs, inputs = weight.shape[::-1] if self.transposed else weight.shape
+        self.scale = rank.scale
+        self.lora_A = nn.Linear(inputs, rank.r, bias=False, dtype=self.weight.dtype)
+        self.lora_B = nn.Linear(rank.r, outputs, bias=False, dtype=self.weight.dtype)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)  # so that training begins at the model as it is
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        return nn.functional.linear(x, weight, self.bias) + self.lora_B(self.lora_A(x)) * self.scale
+
+
+def add_adapters(model: nn.Module, head: nn.Module | None, rank: Rank) -> list[str]:
+    """Freeze the model and put an adapter beside every linear layer but the head; the names of the adapted layers."""
+    model.requires_grad_(False)
+    found = [(name, m) for name, m in model.named_modules() if _is_linear(m) and m is not head]
+    if not found:
+        raise UsageError(f"lora: {type(model).__name__} has no linear layer to adapt")
+    for name, layer in found:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, LowRank(layer, rank))
+    return [name for name, _ in found]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """With PEFT's names."""
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name or ".lora_B." in name:
+            yield PEFT_PREFIX + name, parameter
+
+
+def write_adapter(
+    folder: Path, state: dict[str, Tensor], model: nn.Module, rank: Rank, layers: list[str], base: str
+) -> None:
+    """What PEFT reads. `state` holds whole tensors, under PEFT's names."""
+    from safetensors.torch import save_file
+
+    save_file({name: value.contiguous() for name, value in state.items()}, folder / "adapter_model.safetensors")
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank.r,
+        "lora_alpha": rank.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+        "fan_in_fan_out": any(isinstance(m, LowRank) and m.transposed for m in model.modules()),
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def merged(layer: LowRank, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The weight of a plain layer that does the same, from whole tensors."""
+    delta = (b @ a) * layer.scale
+    return weight + (delta.t() if layer.transposed else delta)

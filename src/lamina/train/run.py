@@ -1,0 +1,200 @@
+"""One run on one rank, from its request to the last line that it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lamina.checkpoint.api import latest
+from lamina.core.strategy import resolve as resolve_factors
+from lamina.errors import LaminaError, UsageError
+from lamina.runtime.agreement import together
+from lamina.runtime.report import readable_bytes, report
+from lamina.train.agreed import on_rank_0
+from lamina.train.config import Config, to_toml
+from lamina.train.export import (
+    adapter_state,
+    hugging_face_state,
+    whole_state,
+    write_gpt,
+    write_hugging_face,
+    write_lora,
+)
+from lamina.train.folder import RunFolder
+from lamina.train.gpt import GPT
+from lamina.train.job import Job, build_job
+from lamina.train.loggers import Log, open_logger
+from lamina.train.loop import Training
+from lamina.train.lora import read_rank
+from lamina.train.memory import memory_table
+from lamina.train.resolve import Machine
+from lamina.train.sampling import sample
+from lamina.train.view import Relay, Silent, View, open_view
+
+SAMPLE_TOKENS = {"bytes": 240, "words": 60}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every rank is told."""
+
+    config: Config  # resolved, with its output
+    resume: bool = False
+    relayed: bool = False  # rank 0 writes for the launching process
+
+
+def run(request: Request) -> str:
+    """Train on this rank, with all others; the run's folder. Collective."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    view: View = Silent() if rank else (Relay() if request.relayed else open_view(sys.stdout))
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return _run(request, view, Machine(world, torch.cuda.is_available()))
+    except OSError as problem:
+        raise _named(problem) from problem
+    finally:
+        view.close()
+
+
+def _named(problem: OSError) -> LaminaError:
+    return UsageError(f"{problem.filename or ''}: {problem.strerror or problem}".lstrip(": "))
+
+
+def _run(request: Request, view: View, machine: Machine) -> str:
+    job = build_job(request.config)
+    control, folder = job.control, RunFolder(Path(request.config.output or ""))
+    found = None
+    if request.resume:
+        found = together(control, lambda: _last_checkpoint(folder))
+        on_rank_0(control, lambda: folder.write("run.toml", to_toml(job.config)))
+    else:
+        on_rank_0(control, lambda: folder.create(to_toml(job.config)))
+    logs: list[Log] = []
+    on_rank_0(control, lambda: logs.append(_logger(job, folder)))
+    log = logs[0] if logs else lambda row: None
+    training = Training(job, folder, view, log)
+    _show_start(job, machine, view)
+    if found is not None:
+        training.resume(Path(found))
+        view.say(f"going on behind step {training.step}, from {found}")
+        if training.step >= (job.config.optimisation.steps or 0):
+            raise UsageError(
+                f"--resume {folder.path}: it has ended, with step {training.step}. Give it more: --steps "
+                f"{training.step * 2}"
+            )
+    before = "" if found is not None else _sample(job)
+    finished = training.run()
+    view.close()
+    training.draw()
+    if not finished:
+        name = training.stopping.asked or "another rank"
+        view.say(f"stopped by {name} behind step {training.step}; go on with: lamina train --resume {folder.path}")
+        return str(folder.path)
+    result = _write_result(job, folder)
+    _show_end(job, folder, result, training, (before, _sample(job)), view)
+    return str(folder.path)
+
+
+def _last_checkpoint(folder: RunFolder) -> str:
+    found = latest(str(folder.checkpoints)) if folder.checkpoints.is_dir() else None
+    if found is None:
+        raise UsageError(f"--resume {folder.path}: no complete checkpoint in {folder.checkpoints}")
+    return found
+
+
+def _logger(job: Job, folder: RunFolder) -> Log:
+    return open_logger(job.config.watching.log, folder.path, dataclasses.asdict(job.config))
+
+
+def _sample(job: Job) -> str:
+    asked = job.config.watching.sample_tokens
+    count = asked if asked is not None else SAMPLE_TOKENS["bytes" if job.opened is None else "words"]
+    if not count:
+        return ""
+    return sample(job.objective, job.codec, job.prompt, count, job.config.batches.length or 1, job.device)
+
+
+# -- what is shown
+
+
+def _show_start(job: Job, machine: Machine, view: View) -> None:
+    config, layout = job.config, report(job.model)
+    batches, opt = config.batches, config.optimisation
+    what = config.model or "a small GPT over bytes"
+    data = config.data or "the sources of Python's standard library"
+    view.say(
+        f"{what}: {job.sizes.numel:,} parameters ({job.sizes.trainable_numel:,} trained), {config.sharding.precision}"
+    )
+    view.say(
+        f"{data}: {len(job.rows):,} sequences of {batches.length} tokens to train on, {len(job.held_out):,} held out"
+    )
+    view.say(f"{machine.text}; {opt.steps} steps of {batches.batch} sequences, learning rate {opt.lr:g} {opt.schedule}")
+    view.say(f"strategy {layout.strategy}: {job.why}")
+    factors = resolve_factors(config.sharding.strategy or "zero3", machine.ranks)
+    view.table("memory of each rank, before activations", memory_table(job.sizes, factors, layout))
+    view.say(f"folder: {config.output}")
+
+
+def _show_end(
+    job: Job, folder: RunFolder, result: Path, training: Training, texts: tuple[str, str], view: View
+) -> None:
+    before, after = texts
+    held_out = training.curve.held_out
+    best = training.curve.best or (0, 0.0)
+    beside = "" if job.bigram is None else f" (bigram table: {job.bigram:.3f})"
+    view.say("")
+    view.say(f"held-out loss {held_out[-1][1]:.3f}{beside}, {held_out[0][1]:.3f} before")
+    if best[1] < held_out[-1][1]:
+        view.say(f"best: {best[1]:.3f} behind step {best[0]}")
+    if before:
+        view.say(f"\n--- before\n{_one_screen(before)}")
+    if after:
+        view.say(f"\n--- after\n{_one_screen(after)}\n---\n")
+    view.say(f"curve: {folder.path / 'curve.png'}   metrics: {folder.path / 'metrics.jsonl'}")
+    size_bytes = sum(f.stat().st_size for f in result.rglob("*")) if job.control.rank == 0 else 0
+    view.say(f"result: {result} ({readable_bytes(size_bytes)})\n")
+    name = shlex.quote(str(folder.path))
+    view.say(f"train on:       lamina train --resume {name} --steps {2 * (job.config.optimisation.steps or 0)}")
+    if job.config.lora is None:
+        view.say(f"let it write:   lamina sample {name} --prompt {shlex.quote(job.prompt[:12])}")
+        view.say(f"teach it yours: lamina train --model {name} --data your.txt")
+
+
+def _one_screen(text: str) -> str:
+    """What a terminal can show of it."""
+    shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+    return "\n".join(shown.splitlines()[:12])
+
+
+# -- the result
+
+
+def _write_result(job: Job, folder: RunFolder) -> Path:
+    """Into the run's folder, by rank 0. Collective."""
+    rank, opened = job.control.rank, job.opened
+    if opened is None:
+        state = whole_state(job.model.named_parameters(), rank, None)
+        assert isinstance(job.model, GPT)
+        shape, name = job.model.shape, "model"
+        fill = lambda place: write_gpt(place, state, shape)  # noqa: E731
+    elif job.config.lora is not None:
+        state, name, low = adapter_state(job.model, rank), "adapter", read_rank(job.config.lora)
+        fill = lambda place: write_lora(place, opened, state, low)  # noqa: E731
+    else:
+        state, name = hugging_face_state(opened, job.model, rank), "model"
+        fill = lambda place: write_hugging_face(place, opened, state)  # noqa: E731
+
+    def write() -> None:
+        try:
+            folder.write_folder(name, fill)
+        except RuntimeError as problem:  # safetensors raises its own for a full disk
+            raise UsageError(f"{folder.path / name} cannot be written: {problem}") from None
+
+    on_rank_0(job.control, write)
+    return folder.path / name
