@@ -267,6 +267,11 @@ class DataFile:
         item_bytes = place.dtype.itemsize
         self._verify(place.start_byte + start * item_bytes, place.start_byte + stop * item_bytes, staging)
 
+    def verify_all(self, staging: Tensor) -> int:
+        """Compare the checksums of all blocks; returns the bytes of data."""
+        self._verify(0, self._data_bytes, staging)
+        return self._data_bytes
+
     def _verify(self, start_byte: int, stop_byte: int, staging: Tensor) -> None:
         view = view_of(staging)
         first, end = start_byte // BLOCK_BYTES, -(-stop_byte // BLOCK_BYTES)

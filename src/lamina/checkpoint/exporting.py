@@ -124,16 +124,15 @@ def _plan(
 ) -> list[ExportedFile]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists: export() writes a folder of its own, give another path or delete it")
+    return lay_out_files(list(_tensors(runtime, model, target_dtype(dtype))), parameters, file_bytes)
+
+
+def target_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that floating tensors are cast to."""
     cast = _SHORT.get(dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
         raise UsageError(f"dtype={dtype!r}: give one of {', '.join(map(repr, _SHORT))}, or a floating torch.dtype")
-    everything = list(_tensors(runtime, model, cast))
-    for pattern in [parameters] if isinstance(parameters, str) else parameters:
-        if not any(fnmatch.fnmatchcase(t.name, pattern) for t in everything):
-            raise UsageError(f"parameters={pattern!r} matches no parameter or buffer of the model")
-    patterns = [parameters] if isinstance(parameters, str) else list(parameters)
-    chosen = [t for t in everything if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in patterns)]
-    return _lay_out(chosen, file_bytes)
+    return cast
 
 
 def _tensors(runtime: Runtime, model: nn.Module, cast: torch.dtype | None) -> Iterator[Exported]:
@@ -162,7 +161,13 @@ def _in_file(dtype: torch.dtype, cast: torch.dtype | None, name: str) -> torch.d
     return dtype
 
 
-def _lay_out(tensors: Sequence[Exported], file_bytes: int) -> list[ExportedFile]:
+def lay_out_files(everything: Sequence[Exported], parameters: Sequence[str], file_bytes: int) -> list[ExportedFile]:
+    """The tensors that the patterns choose, in files of at most `file_bytes`."""
+    patterns = [parameters] if isinstance(parameters, str) else list(parameters)
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(t.name, pattern) for t in everything):
+            raise UsageError(f"parameters={pattern!r} matches no parameter or buffer of the model")
+    tensors = [t for t in everything if any(fnmatch.fnmatchcase(t.name, pattern) for pattern in patterns)]
     groups: list[list[Exported]] = [[]]
     filled_bytes = 0
     for tensor in tensors:
@@ -180,6 +185,14 @@ def _lay_out(tensors: Sequence[Exported], file_bytes: int) -> list[ExportedFile]
         name = SINGLE if len(groups) == 1 else MANY.format(number + 1, len(groups))
         files.append(ExportedFile(name, tuple(group), placed, header_bytes(placed, {"format": "pt"})))
     return files
+
+
+def index_of(files: Sequence[ExportedFile]) -> dict[str, Any]:
+    """What stands beside several files: which holds what."""
+    return {
+        "metadata": {"total_size": sum(t.size_bytes for file in files for t in file.tensors)},
+        "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
+    }
 
 
 # -- the four steps
@@ -252,11 +265,7 @@ def _read_back(target: Path, files: Sequence[ExportedFile], sums: dict[str, int]
 def _publish(target: Path, files: Sequence[ExportedFile], model: nn.Module, dtype: torch.dtype | str | None) -> None:
     folder = folders.partial(target)
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(t.size_bytes for file in files for t in file.tensors)},
-            "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_text(json.dumps(index_of(files), indent=2))
     for attribute in ("config", "generation_config"):
         _save_config(getattr(model, attribute, None), folder, model, files)
     folders.give_name(target)

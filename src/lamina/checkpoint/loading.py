@@ -22,17 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.checkpoint import folders
 from lamina.checkpoint.agreed import at_place, together, warn_once
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
 from lamina.checkpoint.datafile import STAGING_BYTES
-from lamina.checkpoint.huggingface import HuggingFaceSource
-from lamina.checkpoint.manifest import MANIFEST_NAME
+from lamina.checkpoint.foreign import Hints
 from lamina.checkpoint.matching import Matched, check_copies, match
+from lamina.checkpoint.opening import open_source
 from lamina.checkpoint.optimizer_load import OptimizerPlan, plan_optimizer
 from lamina.checkpoint.snapshot import restore_random_states
-from lamina.checkpoint.source import LaminaSource, Source
+from lamina.checkpoint.source import Source
 from lamina.errors import CheckpointError
 from lamina.runtime.access import runtime_of
 from lamina.runtime.agreement import check_same_text
@@ -75,14 +74,6 @@ def load(
     return beside["extra"]
 
 
-def open_source(path: str | os.PathLike[str], rank: int, world: int) -> Source:
-    """The checkpoint at `path`, by what is in the folder."""
-    folder = folders.find(Path(path))
-    if not (folder / MANIFEST_NAME).exists() and any(folder.glob("*.safetensors")):
-        return HuggingFaceSource(folder)
-    return LaminaSource(folder, rank, world)
-
-
 @dataclass
 class Wanted:
     """What a model has that can be loaded."""
@@ -95,6 +86,11 @@ class Wanted:
     def of(runtime: Runtime, model: nn.Module) -> Wanted:
         held = held_by(runtime)
         return Wanted(held, ties_of(runtime), whole_tensors(model, held))
+
+    def hints(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Hints:
+        names, groups = self.names(model), [] if optimizer is None else optimizer.param_groups
+        members = (tuple(names.get(id(p), "") for p in group["params"]) for group in groups)
+        return Hints(frozenset((*names.values(), *(w.name for w in self.wholes))), tuple(members))
 
     def names(self, model: nn.Module) -> dict[int, str]:
         """Of all parameters, by id."""
@@ -115,10 +111,10 @@ class Loading:
     ) -> None:
         self.runtime, self.model = runtime, model
         self.rank, self.world = runtime.mesh.rank, runtime.mesh.world
-        self.source = open_source(path, self.rank, self.world)
         self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
         self.skipped: list[str] = []
         wanted = Wanted.of(runtime, model)
+        self.source: Source = open_source(Path(path), self.rank, self.world, wanted.hints(model, optimizer))
         self.matched: Matched = match(self.source, wanted.held, wanted.ties, wanted.wholes)
         self._settle(f"{self.source.where} does not fit the model", self.matched.differences, strict)
         self.plan: OptimizerPlan | None = None

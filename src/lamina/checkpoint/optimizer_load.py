@@ -59,7 +59,7 @@ def plan_optimizer(
         stored_names: a parameter's name in the checkpoint, by its name in the model.
     """
     entry = source.optimizer
-    if entry is None or entry.kind != type(optimizer).__name__:
+    if entry is None or entry.kind not in (type(optimizer).__name__, ""):  # files of other libraries do not name it
         return None
     plan = OptimizerPlan(optimizer)
     groups_of = {name: number for number, group in enumerate(entry.groups) for name in group.parameters}

@@ -133,6 +133,10 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def versions() -> dict[str, str]:
+    return {"lamina": version("lamina"), "torch": torch.__version__}
+
+
 def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
     """The manifest; one rank makes it for all."""
     snapshot, files = division.snapshot, division.files
@@ -144,7 +148,7 @@ def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
         world=snapshot.runtime.mesh.world,
         strategy=snapshot.runtime.strategy,
         created_ns=time.time_ns(),
-        writer={"lamina": version("lamina"), "torch": torch.__version__},
+        writer=versions(),
         block_bytes=BLOCK_BYTES,
         files=tuple(written),
         parameters={

@@ -1,0 +1,37 @@
+"""What wrote a folder or file, by what is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lamina.checkpoint import deepspeed, folders
+from lamina.checkpoint.foreign import DcpSource, Hints, TorchSource
+from lamina.checkpoint.huggingface import HuggingFaceSource
+from lamina.checkpoint.manifest import MANIFEST_NAME
+from lamina.checkpoint.source import LaminaSource, Source
+
+
+def format_of(path: Path) -> str:
+    """ "lamina", "hf", "dcp", "torch" or "deepspeed"; "lamina" also where nothing is, for its errors."""
+    if (path / MANIFEST_NAME).exists():
+        return "lamina"
+    if (path / ".metadata").exists():
+        return "dcp"
+    if path.is_file():
+        return "torch"
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        return "hf"
+    return "deepspeed" if deepspeed.folder_of(path) is not None else "lamina"
+
+
+def open_source(path: Path, rank: int = 0, world: int = 0, hints: Hints | None = None) -> Source:
+    """The checkpoint at `path`, as one rank of a world sees it."""
+    path, hints = folders.find(path), hints or Hints()
+    kind = format_of(path)
+    if kind == "hf":
+        return HuggingFaceSource(path)
+    if kind == "dcp":
+        return DcpSource(path, hints)
+    if kind == "deepspeed":
+        return deepspeed.DeepSpeedSource(deepspeed.folder_of(path) or path)
+    return TorchSource(path, hints) if kind == "torch" else LaminaSource(path, rank, world)
