@@ -83,6 +83,10 @@ class LaunchError(LaminaError, RuntimeError):
 
     code = "LAM-L"
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the rank's frames are in the message, and the launcher's are nobody's business."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class NotBuilt(LaminaError, NotImplementedError):
     """A name of the public API whose part is still to come."""

@@ -31,11 +31,13 @@ from .launched import Ask, Failed, Report, Returned
 
 CPU_RANKS = 2  # without a GPU, two ranks show what the same code does on many devices
 POLITE_S = 1.0  # from SIGINT to SIGKILL: `finally` blocks may run; well under the three seconds that are promised
-SAME_ERROR_S = 0.5  # a mistake of the user is raised on every rank at nearly the same time: wait to say it once
+SAME_ERROR_S = 1.5  # a mistake of the user is raised on every rank at nearly the same time: wait to say it once
 EXIT_S = 5.0  # how long a rank that has returned may take to exit
 
 
-def launch(fn: Callable[..., Any], nprocs: int | None = None, args: Sequence[Any] = ()) -> Any:
+def launch(
+    fn: Callable[..., Any], nprocs: int | None = None, args: Sequence[Any] = (), *, grace_s: float = POLITE_S
+) -> Any:
     """Run `fn(*args)` on `nprocs` processes, one a device, and return what rank 0 returned.
 
     `nprocs` is the number of GPUs, or 2 CPU processes on a machine without one. The ranks find torchrun's variables
@@ -45,6 +47,8 @@ def launch(fn: Callable[..., Any], nprocs: int | None = None, args: Sequence[Any
 
     Inside a rank (under torchrun, or in a function that is launched already) `fn(*args)` is simply called, and every
     rank gets its own result.
+
+    `grace_s` is how long ranks may go on after Ctrl-C, to save what they have; then they are killed.
 
     Raises `LaunchError` once, whatever number of ranks failed, and `UsageError` for arguments that mean nothing.
     """
@@ -67,7 +71,11 @@ def launch(fn: Callable[..., Any], nprocs: int | None = None, args: Sequence[Any
     if nprocs is None:
         where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{CPU_RANKS} CPU processes (no GPU was found)"
         print(f"lamina.launch: {label} on {where}", flush=True)
-    return _Run(label, count, _pack(fn, args, label), on_cpu=not gpus).result()
+    run = _Run(label, count, _pack(fn, args, label), on_cpu=not gpus, grace_s=grace_s)
+    try:
+        return run.result()
+    except LaunchError as error:
+        raise error.with_traceback(None) from None  # what happened in here is nothing to the user
 
 
 def _check(fn: Any, nprocs: Any, args: Any) -> None:
@@ -163,8 +171,8 @@ class _Rank:
 class _Run:
     """The ranks of one call, from start to end."""
 
-    def __init__(self, label: str, count: int, payload: bytes, *, on_cpu: bool) -> None:
-        self._label = label
+    def __init__(self, label: str, count: int, payload: bytes, *, on_cpu: bool, grace_s: float) -> None:
+        self._label, self._grace_s = label, grace_s
         # Held here as torchrun's agent does: no rank has to bind a port that was free a moment ago.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[_Rank] = []
@@ -181,7 +189,7 @@ class _Run:
             while any(rank.report is None for rank in self._ranks) and not self._failed():
                 self._read(timeout_s=None)
             if self._failed():
-                self._read_for(SAME_ERROR_S)
+                self._read_for(SAME_ERROR_S, until_all_reported=True)
                 raise LaunchError(self._message()) from None
             self._read_for(EXIT_S)
         finally:
@@ -209,10 +217,11 @@ class _Run:
                 outputs[ready].read_output()
         return True
 
-    def _read_for(self, seconds: float) -> None:
+    def _read_for(self, seconds: float, until_all_reported: bool = False) -> None:
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0 and self._read(left_s):
-            pass
+            if until_all_reported and not any(rank.report is None and rank.pipe is not None for rank in self._ranks):
+                return
 
     def _end(self) -> None:
         """End every rank that still lives, and whatever it has started."""
@@ -220,7 +229,7 @@ class _Run:
             for rank in self._ranks:
                 if rank.process.poll() is None:
                     rank.signal(signal.SIGINT)
-            deadline = time.monotonic() + POLITE_S
+            deadline = time.monotonic() + self._grace_s
             while any(rank.process.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
                 self._read(timeout_s=0.05)
         finally:  # also at a second Ctrl-C
@@ -236,11 +245,13 @@ class _Run:
     def _message(self) -> str:
         """A death explains the others' errors; else the first error does, said once for all ranks that share it."""
         count = len(self._ranks)
+        failed = {rank.index: rank.report for rank in self._ranks if isinstance(rank.report, Failed)}
         for rank in self._ranks:
             if rank.report is None and rank.pipe is None:
                 rank.process.wait()
-                return f"{self._label} died on rank {rank.index} of {count}: {_cause(rank.process.returncode)}"
-        failed = {rank.index: rank.report for rank in self._ranks if isinstance(rank.report, Failed)}
+                died = f"{self._label} died on rank {rank.index} of {count}: {_cause(rank.process.returncode)}"
+                seen = [failure.error for failure in failed.values() if f"rank {rank.index} has died" in failure.error]
+                return "\n\n".join([died, *seen[:1]])
         first = min(failed.values(), key=lambda failure: failure.at)
         sharing = [index for index, failure in failed.items() if failure.error == first.error]
         who = f"all {count} ranks" if len(sharing) == count > 1 else f"rank {sharing[0]} of {count}"

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Ask(NamedTuple):
@@ -30,7 +30,7 @@ class Returned(NamedTuple):
 
 class Failed(NamedTuple):
     error: str  # "Type: message"
-    traceback: str  # from the user's function on
+    traceback: str  # from the user's function on, without the message
     at: float  # time.time(), to find the rank that failed first
 
 
@@ -102,12 +102,16 @@ def _leave_group() -> None:
 
 
 def _failure(error: BaseException) -> Failed:
-    text = "".join(traceback.format_exception_only(error)).strip()
+    from .core.terminal import frames_text, words_of
+    from .errors import LaminaError
+
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next  # begin where the user's code begins
-    lines: list[Any] = traceback.format_exception(type(error), error, frames)
-    return Failed(text, "".join(lines).rstrip(), time.time())
+    words = words_of(error)
+    if isinstance(error, LaminaError):
+        words += f" [{error.code}: see docs/errors.md]"
+    return Failed(words, frames_text(traceback.extract_tb(frames), error).rstrip(), time.time())
 
 
 def _end_with_launcher(pipe: Connection) -> None:

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lamina.core import watch
+from lamina.core import terminal, watch
 from lamina.core.watch_judge import name_ranks
 
 __all__ = ["Control", "Flags", "Position", "finish", "name_ranks"]
+
+watch.on_start(terminal.listen)
 
 PHASES_KEPT = 16
 LAST_WAIT = datetime.timedelta(seconds=1)  # for flags that nobody reads, when the process ends
@@ -44,7 +46,7 @@ class Position:
     def place(self) -> str:
         if self.phase == 0:
             return "lamina.shard"
-        return f"step {self.step}, after the {self.kind}" if self.is_over else f"step {self.step} {self.kind}"
+        return f"step {self.step}, after its {self.kind}," if self.is_over else f"step {self.step} {self.kind}"
 
     @property
     def doing(self) -> str:
@@ -73,6 +75,11 @@ class Control:
             members = name_ranks(sorted(dist.get_process_group_ranks(group)))
             self.key = f"{name} of {members}"
             self._watch = watch.start(self)
+
+    def follow(self, model: object) -> None:
+        """Once the model is gone, this rank takes part in nothing more: others need not wait for it."""
+        if self._watch is not None:
+            weakref.finalize(model, self._watch.dropped.append, self.key).atexit = False
 
     # ---- where this rank is ------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ Note [How a verdict arrives]
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import datetime
 import os
@@ -32,6 +33,7 @@ from lamina.core.groups import forget_groups
 from lamina.core.watch_board import Board
 from lamina.core.watch_evidence import Frames, Identity, frames_of, group_counts, state_of
 from lamina.core.watch_judge import DIED, STOPPED, GroupCount, Limits, Report, Verdict, Wait
+from lamina.core.watch_sever import connections, sever
 from lamina.errors import Disagreement
 
 FIRST_POLL = datetime.timedelta(seconds=1.0)  # waits shorter than this leave no trace
@@ -93,6 +95,7 @@ class Watch:
         self.left, self.failed = "", False
         self.broken: dict[str, Verdict] = {}  # by control
         self.ended: dict[int, Verdict] = {}  # by the number of the wait
+        self.last_verdict: Verdict | None = None  # of a wait of this rank
         self.last_words: Callable[[Verdict], None] = lambda verdict: None  # before the process is ended from here
         self._process = os.getpid()
         self._identity = Identity.own()
@@ -104,6 +107,7 @@ class Watch:
         self._groups: dict[str, GroupCount] = {}
         self._beat, self._posted_at, self._answered_at = 0, 0.0, time.monotonic()
         self._cut: tuple[Verdict, float] | None = None
+        self._sever_now = False
         self._wakes, self._sent, self._closing = (threading.Event(), threading.Event()), threading.Event(), False
         self.board.register(self._identity)
         self._threads = [
@@ -140,9 +144,9 @@ class Watch:
 
     def find_cause(self, waiting: Waiting, words: str) -> Verdict:
         """A connection broke: who is gone? Whoever ends says so or leaves a trace, within a moment."""
-        self._hurry()
         deadline = time.monotonic() + self.limits.silent_s + self.limits.beat_s
         while time.monotonic() < deadline:
+            self._hurry()
             verdict = self.verdict_on(waiting)
             if verdict is not None:
                 return verdict
@@ -282,6 +286,9 @@ class Watch:
                 self.board.step_down()
             if verdict is not None:
                 self._receive(verdict)
+            if self._sever_now:
+                self._sever_now = False
+                sever(connections(self.store), self.board.ends_of_others())
             self._answered_at = time.monotonic()
 
     def _patience_s(self, wait: Wait) -> float:
@@ -308,7 +315,9 @@ class Watch:
         number = verdict.waits.get(self.rank)
         if number is None:
             return
-        self.ended[number] = verdict
+        with suppress(RuntimeError):
+            self.board.write_ends([connection.local for connection in connections(self.store)])
+        self.ended[number] = self.last_verdict = verdict
         blocked = self._blocked
         if self.waiting is None and blocked is not None and blocked.number == number and self._cut is None:
             _raise_in(self.thread, verdict)
@@ -323,6 +332,7 @@ class Watch:
         for_s = time.monotonic() - since
         if not blocked.frames.call or for_s > self.limits.grace_s:
             abort_groups()
+            self._sever_now = True  # by the thread that has the store
         if for_s > 2 * self.limits.grace_s:
             self.last_words(verdict)
             os._exit(1)
@@ -349,7 +359,7 @@ def _raise_in(thread: int, verdict: Verdict) -> None:
 
 
 def abort_groups() -> None:
-    """End what NCCL waits for. Gloo has no such thing: there a wait ends when the peers exit."""
+    """End what NCCL waits for. Gloo has no such thing: see watch_sever.py."""
     for pg in list(dist.distributed_c10d._world.pg_names):
         with suppress(RuntimeError):
             pg.abort()
@@ -369,9 +379,11 @@ def current() -> Watch | None:
 
 def configure(chosen: Limits) -> None:
     """Other limits, for the watch that starts next; a running one is replaced by it."""
-    global limits
+    global limits, _watch
     limits = chosen
-    stop()
+    if _watch is not None:
+        _watch.close()
+    _watch = None
 
 
 def on_start(act: Callable[[Watch], None]) -> None:
@@ -391,13 +403,14 @@ def start(control: Watched | None = None) -> Watch:
             act(_watch)
     if control is not None:
         _watch.recent = weakref.ref(control)
-        weakref.finalize(control, _watch.dropped.append, control.key).atexit = False
     return _watch
 
 
+@atexit.register
 def stop() -> None:
-    """End the threads; the next control starts them anew."""
+    """The process ends: say so, and end the threads while they can still be joined."""
     global _watch
     if _watch is not None:
+        _watch.leave("has ended its program")
         _watch.close()
     _watch = None

@@ -18,25 +18,27 @@ from lamina.core.watch_evidence import Identity
 from lamina.core.watch_judge import Limits, Report, Verdict, judge
 
 FREE = "free"
-LOOKS_KEPT = 16
+LOOKS_KEPT = 200  # a rank that lost a peer looks often
+SILENT_BEATS = 2.5
 
 
 class Board:
     """This rank's connection. Every method may block or raise when the store is gone."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, limits: Limits) -> None:
-        base: Any = store
-        while isinstance(base, dist.PrefixStore):
-            base = base.underlying_store
-        grows = isinstance(base, dist.FileStore)  # every write is appended, and a second handle would count as a rank
-        self.writes_seldom = grows
-        handle: Any = store  # torch's stubs lag behind: `clone`, `append`, `has_extended_api`
-        self._store: Any = dist.PrefixStore("lamina/watch", store if grows else handle.clone())
+        self.writes_seldom = _is_a_file(store)  # every write is appended to it
+        self._store: Any = dist.PrefixStore("lamina/watch", self.connect(store))
         self.rank, self.world, self.limits = rank, world, limits
         self.verdicts = 0  # seen so far
         self._known: set[int] = set()  # ranks that have posted
         self._looks: list[tuple[float, dict[int, Report]]] = []
         self._lease, self._lease_seen, self._term = "", 0.0, 0
+
+    @staticmethod
+    def connect(store: dist.Store) -> dist.Store:
+        """A connection of one's own; a second handle of a file would count as a rank."""
+        handle: Any = store  # torch's stubs lag behind: `clone`, `append`, `has_extended_api`
+        return store if _is_a_file(store) else handle.clone()
 
     def register(self, identity: Identity) -> None:
         self._store.set(f"who/{self.rank}", json.dumps(vars(identity)))
@@ -66,6 +68,15 @@ class Board:
         """The first one of that number holds."""
         self._store.compare_set(f"verdict/{self.verdicts}", "", verdict.to_json())
 
+    def write_ends(self, ends: list[str]) -> None:
+        """Where this rank's connections end, for those that may have to cut them."""
+        self._store.set(f"ends/{self.rank}", json.dumps(ends))
+
+    def ends_of_others(self) -> set[str]:
+        others = set(range(self.world)) - {self.rank}
+        written = [rank for rank in sorted(others) if self._store.check([f"ends/{rank}"])]
+        return {end for rank in written for end in json.loads(self._store.get(f"ends/{rank}"))}
+
     # ---- judging -----------------------------------------------------------------------------------------------
 
     def look(self) -> Verdict | None:
@@ -76,11 +87,13 @@ class Board:
         now = time.monotonic()
         reports = self.read()
         self._looks = [*self._looks[-LOOKS_KEPT:], (now, reports)]
-        earlier = [look for at, look in self._looks if now - at >= self.limits.proof_s]
-        lost = any(report.lost for report in reports.values())
-        if not earlier and not lost:
-            return None
-        return judge(earlier[-1] if earlier else self._looks[0][1], reports, self.limits)
+        earlier = [(now - at, look) for at, look in self._looks if now - at >= self.limits.proof_s]
+        if any(report.lost for report in reports.values()):
+            far = [look for age_s, look in earlier if age_s >= SILENT_BEATS * self.limits.beat_s]
+            return judge(earlier[-1][1] if earlier else {}, reports, self.limits) or (
+                judge(far[-1], reports, self.limits, silence_counts=True) if far else None
+            )
+        return judge(earlier[-1][1], reports, self.limits) if earlier else None
 
     def read(self) -> dict[int, Report]:
         """The last report of every rank that has posted any."""
@@ -112,3 +125,9 @@ class Board:
         if self._lease.startswith(f"{self.rank} "):
             self._store.compare_set("judge", self._lease, FREE)
             self._lease = ""
+
+
+def _is_a_file(store: Any) -> bool:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)

@@ -41,7 +41,7 @@ OUR_GROUPS: set[str] = set()  # names of the groups that lamina has made
 class Frames:
     """Where a thread is."""
 
-    site: str  # "train.py:88", the user's innermost line; "" if there is none
+    site: str  # "train.py:88", "" if no line is the user's
     call: str  # "barrier": the torch.distributed function that it is in, or ""
     group: str  # name of that function's group, if it has one
     mark: tuple[int, int]  # the same as long as the innermost frame has not moved
@@ -54,7 +54,7 @@ def frames_of(thread: int) -> Frames | None:
         return None
     mark = (id(frame), frame.f_lasti)
     call, group = _call(frame)
-    return Frames(site_of(frame), call, group, mark)
+    return Frames(call_site(frame), call, group, mark)
 
 
 def _call(frame: FrameType | None) -> tuple[str, str]:
@@ -82,7 +82,7 @@ def _group_of(frame: FrameType) -> str:
 
 def is_users(file: str) -> bool:
     """Neither lamina's, torch's, Python's nor an installed package's."""
-    return not file.startswith((_LAMINA, _TORCH, *_LIBRARY, "<frozen"))
+    return not file.startswith((_LAMINA, _TORCH, *_LIBRARY, "<frozen", "<string>"))
 
 
 def is_folded(file: str) -> bool:
@@ -90,18 +90,32 @@ def is_folded(file: str) -> bool:
     return file.startswith((_LAMINA, _TORCH, "<frozen"))
 
 
-def site_of(frame: FrameType | None) -> str:
-    """ "train.py:88": the innermost line that is the user's, else the innermost that is not torch's or ours."""
+def call_site(frame: FrameType | None) -> str:
+    """ "train.py:88": the outermost line of the user's from which something else runs, such as the root forward."""
+    found, inner_is_users = "", False
+    while frame is not None:
+        here = is_users(frame.f_code.co_filename)
+        if here and not inner_is_users:
+            found = _line(frame)
+        inner_is_users = here
+        frame = frame.f_back
+    return found
+
+
+def innermost_site(frame: FrameType | None) -> str:
+    """The innermost line that is the user's, else the innermost that is not torch's or ours."""
     fallback = ""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_folded(file) and not file.startswith("<string>"):
-            here = f"{os.path.basename(file)}:{frame.f_lineno}"
-            if is_users(file):
-                return here
-            fallback = fallback or here
+        if is_users(frame.f_code.co_filename):
+            return _line(frame)
+        if not is_folded(frame.f_code.co_filename):
+            fallback = fallback or _line(frame)
         frame = frame.f_back
     return fallback
+
+
+def _line(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------

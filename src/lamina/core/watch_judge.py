@@ -115,13 +115,20 @@ class Verdict:
         return Verdict(raw["text"], raw["code"], waits, tuple(raw["controls"]), raw["cause"])
 
 
-def judge(before: Mapping[int, Report], now: Mapping[int, Report], limits: Limits) -> Verdict | None:
-    """What two looks at all ranks, some time apart, prove. None: somebody is merely slow, or nobody waits."""
-    stuck = {r: report for r, report in now.items() if r in before and _is_stuck(before[r], report, limits)}
+def judge(
+    before: Mapping[int, Report], now: Mapping[int, Report], limits: Limits, silence_counts: bool = False
+) -> Verdict | None:
+    """What two looks at all ranks, some time apart, prove. None: somebody is merely slow, or nobody waits.
+
+    Args:
+        silence_counts: the looks are so far apart that a rank which has not reported in between is gone, if connections
+            broke as well. Silence alone proves nothing: a rank may be deep in a call that lets no thread run.
+    """
+    stuck = {r: report for r, report in now.items() if _is_stuck(before.get(r), report, limits)}
     if not stuck:
         return None
     return (
-        _ended(before, now, stuck)
+        _ended(before, now, stuck, silence_counts)
         or _circle(stuck)
         or _parted(now, stuck)
         or (_places(now, stuck) if all(_for_s(report) > ALL_SAME_S for report in stuck.values()) else None)
@@ -133,8 +140,12 @@ def _for_s(report: Report) -> float:
     return report.wait.for_s
 
 
-def _is_stuck(before: Report, now: Report, limits: Limits) -> bool:
-    if before.wait is None or now.wait is None or now.left or now.beat <= before.beat:
+def _is_stuck(before: Report | None, now: Report, limits: Limits) -> bool:
+    if now.wait is None or now.left:
+        return False
+    if now.lost:
+        return True
+    if before is None or before.wait is None or now.beat <= before.beat:
         return False
     return now.wait.number == before.wait.number and now.groups == before.groups and now.wait.for_s >= limits.silent_s
 
@@ -157,7 +168,9 @@ def waits_for(report: Report, other: Report) -> bool:
 # ---- the rules -----------------------------------------------------------------------------------------------------
 
 
-def _ended(before: Mapping[int, Report], now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict | None:
+def _ended(
+    before: Mapping[int, Report], now: Mapping[int, Report], stuck: Mapping[int, Report], silence_counts: bool
+) -> Verdict | None:
     """Somebody waits for one who has died, ended or been stopped."""
     near: dict[int, str] = {}
     for report in now.values():
@@ -177,13 +190,15 @@ def _ended(before: Mapping[int, Report], now: Mapping[int, Report], stuck: Mappi
             if is_stopped and not any(rank in report.near for report in before.values()):
                 continue
             said, code = f"{near[rank]}{last}", STOPPED if is_stopped else DIED
-        elif other.beat <= before.get(rank, other).beat and any(report.lost for report in stuck.values()):
+        elif silence_counts and rank in before and other.beat <= before[rank].beat and any(r.lost for r in waiting):
             said = f"is gone (its connections broke and it reports nothing any more){last}"
         elif any(r.wait and r.wait.control in other.dropped and waits_for(r, other) for r in waiting):
             said, code = f"ended or dropped the model{last}", ENDED
         else:
             continue
         text = f"rank {rank} {said}. Waiting for it: {describe(waiting)}"
+        if code == ENDED and not cause:
+            text += ". Where ranks have unequal numbers of batches, iterate `lamina.even(loader)`"
         return Verdict(text, code, _numbers(stuck.values()), _controls(waiting), cause)
     return None
 
@@ -267,7 +282,8 @@ def describe(reports: Sequence[Report]) -> str:
 
 
 def _where(report: Report) -> str:
-    return f"{report.place}: {report.doing}" + (f" ({report.site})" if report.site else "")
+    doing = "" if report.wait is None else f": {report.doing}"
+    return f"{report.place}{doing}" + (f" ({report.site})" if report.site else "")
 
 
 def _numbers(reports: Iterable[Report]) -> dict[int, int]:

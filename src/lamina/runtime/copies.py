@@ -86,7 +86,10 @@ def revive(model: nn.Module, old: Runtime) -> None:
 
 
 def attach(runtime: Runtime) -> None:
-    """Let the hooks know the runtime that a copy of them starts from."""
+    """Let the hooks know the runtime that a copy of them starts from, and the control the model it speaks for."""
+    model = runtime.model()
+    if model is not None:
+        runtime.control.follow(model)
     for hooks in runtime.hooks.values():
         hooks.copy = lambda memo, runtime=runtime: copied_hooks(runtime, memo)
 

@@ -1,0 +1,68 @@
+"""Ending a wait of Gloo's from outside: closing the connections between ranks.
+
+NCCL has `abort`; for Gloo, in torch 2.13, it does nothing, and a thread in `dist.barrier()` sits in C++ until a peer's
+end closes a connection. Peers that raise an error do not always end (a notebook, a process pool). So each rank writes
+down the ends of its TCP connections, and one whose wait is proven endless shuts those that lead to another rank. Its
+groups are lost by that; its process, and every connection to anything else, is not.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+_ESTABLISHED = "01"
+
+
+class Connection(NamedTuple):
+    """One TCP connection of this process; addresses as /proc writes them."""
+
+    descriptor: int
+    local: str
+    remote: str
+
+
+def connections(store: dist.Store) -> list[Connection]:
+    """Those of this process, without the store's."""
+    by_inode: dict[str, tuple[str, str]] = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _ESTABLISHED:
+                    by_inode[fields[9]] = (_plain(fields[1]), _plain(fields[2]))
+    found, not_ours = [], _port_of(store)
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            inode = os.readlink(f"/proc/self/fd/{entry}").removeprefix("socket:[").removesuffix("]")
+            if inode in by_inode and not_ours not in {end.rpartition(":")[2] for end in by_inode[inode]}:
+                found.append(Connection(int(entry), *by_inode[inode]))
+    return found
+
+
+def sever(own: list[Connection], ends: set[str]) -> int:
+    """Shut the connections that lead to one of `ends`, which are other ranks'; how many."""
+    count = 0
+    for connection in own:
+        if connection.remote in ends:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.descriptor)) as handle:
+                handle.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _plain(address: str) -> str:
+    """IPv4 inside IPv6 is IPv4: the two ends of a connection may be written either way."""
+    host, _, port = address.rpartition(":")
+    return f"{host[-8:] if host.startswith('0000000000000000FFFF0000') else host}:{port}"
+
+
+def _port_of(store: Any) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.port:04X}" if isinstance(store, dist.TCPStore) else ""

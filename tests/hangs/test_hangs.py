@@ -1,0 +1,177 @@
+"""A rank that has died, stopped, raised, ended or gone elsewhere: a named error on every rank that can speak."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lamina
+from hangs.training import build, short_limits, step, timed, train
+from harness import RankFailure, expect_error, run_ranks
+from lamina.core import watch
+
+LIMIT_S = 10.0  # from the moment a rank begins to wait until it raises
+PATIENCE_S = 40.0  # of the test, on a busy machine
+LATER = 50  # a step at which all ranks have followed the program for long
+
+
+def on_rank(rank: int, act: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
+    return lambda model: act(model) if dist.get_rank() == rank else None
+
+
+# ---- ranks that are gone -------------------------------------------------------------------------------------------
+
+
+def die(at: int, number: int) -> None:
+    with short_limits():
+        train(at, on_rank(1, lambda model: os.kill(os.getpid(), number)))
+
+
+@pytest.mark.parametrize("at", [1, LATER])
+def test_a_killed_rank_is_named(at: int) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, die, at, signal.SIGKILL, timeout=PATIENCE_S)
+    errors = caught.value.errors
+    assert (errors[0].type_name, errors[1].type_name) == ("Disagreement", "Died")
+    assert "rank 1 has died" in errors[0].message
+    assert f"step {at} forward: rank 0 " in errors[0].message and "training.py:" in errors[0].message
+
+
+@pytest.mark.parametrize("at", [1, LATER])
+def test_a_stopped_rank_is_named(at: int) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, die, at, signal.SIGSTOP, timeout=PATIENCE_S)
+    errors = caught.value.errors
+    assert (errors[0].type_name, errors[1].type_name) == ("Disagreement", "Hung")
+    assert "rank 1 is stopped (SIGSTOP" in errors[0].message and "kill -CONT" in errors[0].message
+
+
+def end_early(how: str) -> tuple[str, str, float]:
+    """What rank 0 learns while rank 1 is on its way out. Rank 1 says so as the excepthook and the exit do."""
+    store = dist.PrefixStore(how, dist.distributed_c10d._get_default_store())
+    with short_limits():
+        if dist.get_rank() == 1:
+            train(LATER, lambda model: None, after=0)
+            running = watch.current()
+            assert running is not None
+            if how == "raised":
+                running.leave("raised ValueError: bad batch (data.py:17)", failed=True)
+            elif how == "ended":
+                running.leave("has ended its program")
+            store.wait(["rank 0 has learned it"])  # the process lives on, and does nothing that ranks do together
+            return "", "", 0.0
+        found = timed(lambda: train(LATER, lambda model: None))
+        store.set("rank 0 has learned it", "")
+        return found
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raised", "rank 1 raised ValueError: bad batch (data.py:17). Waiting for it: step 50 forward: rank 0"),
+        ("ended", "rank 1 has ended its program, last seen in step 49, after its backward"),
+        ("returned", "rank 1 ended or dropped the model, last seen in step 49, after its backward"),
+    ],
+)
+def test_a_rank_that_raised_or_ended_is_named(how: str, words: str) -> None:
+    code, text, seconds = run_ranks(2, end_early, how, timeout=PATIENCE_S)[0]
+    assert code == "LAM-H3" and words in text and seconds < LIMIT_S, (code, text, seconds)
+
+
+# ---- ranks that are elsewhere --------------------------------------------------------------------------------------
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+def gather(model: nn.Module) -> None:
+    with lamina.gathered(model):
+        pass
+
+
+def clip(model: nn.Module) -> None:
+    step(model)
+    lamina.clip_grad_norm_(model, 1.0)
+
+
+ELSEWHERE = {
+    "evaluation": evaluate,
+    "gathered": gather,
+    "full": lambda model: next(model.parameters()).full(),
+    "norm": lambda model: next(model.parameters()).norm(),
+    "state": lambda model: [p.full() for p in model.state_dict().values()],
+    "total": lambda model: lamina.total(3),
+    "half a step": lambda model: model(torch.ones(2, 8)),
+}
+
+
+def go_elsewhere(at: int) -> dict[str, tuple[str, str, float]]:
+    with short_limits():
+        return {name: timed(lambda act=act: train(at, on_rank(0, act))) for name, act in ELSEWHERE.items()}
+
+
+def test_what_only_one_rank_does_is_named_on_both() -> None:
+    found = run_ranks(2, go_elsewhere, 3, timeout=60)
+    for name in ELSEWHERE:
+        (code, text, seconds), (other_code, other_text, other_seconds) = (each[name] for each in found)
+        assert code.startswith("LAM-") and "rank 0" in text and "rank 1" in text, (name, code, text)
+        assert (other_code, other_text) == (code, text), name
+        assert max(seconds, other_seconds) < LIMIT_S, (name, seconds, other_seconds)
+        assert "training.py:" in text, (name, text)
+
+
+def evaluate_later() -> tuple[str, str, float]:
+    """All ranks know the program of an evaluation; then rank 0 runs one alone."""
+    with short_limits():
+        model = build()
+        for _ in range(LATER):
+            step(model)
+        evaluate(model)
+
+        def alone() -> None:
+            if dist.get_rank() == 0:
+                evaluate(model)
+            step(model)
+            step(model)
+
+        return timed(alone)
+
+
+def test_an_evaluation_on_one_rank_is_named_though_all_know_its_program() -> None:
+    found = run_ranks(2, evaluate_later, timeout=PATIENCE_S)
+    for code, text, seconds in found:
+        assert code == "LAM-H1" and "rank 0" in text and "rank 1" in text and seconds < LIMIT_S, found
+
+
+def barrier_on_rank_1(at: int) -> None:
+    with short_limits():
+        train(at, on_rank(1, lambda model: dist.barrier()))
+
+
+@pytest.mark.parametrize("at", [1, LATER])
+def test_a_barrier_on_one_rank_is_named_on_both(at: int) -> None:
+    """The one in the barrier cannot look up: its connections to other ranks are cut. Nobody's process ends."""
+    words = ["rank 0 in step", "gathers" if at > 1 else "agrees", "waits in torch.distributed.barrier (test_hangs.py:"]
+    expect_error(2, barrier_on_rank_1, at, error="Disagreement", contains=words, timeout=PATIENCE_S)
+
+
+# ---- the door ------------------------------------------------------------------------------------------------------
+
+
+def mesh_that_one_rank_cannot_mean() -> None:
+    names = ("replicate", "shard") if dist.get_rank() else ("rows", "columns")
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+    lamina.shard(nn.Linear(8, 8), mesh=mesh)
+
+
+def test_a_mesh_that_one_rank_cannot_mean_is_an_error_on_both() -> None:
+    words = ["mesh axes ('rows', 'columns')", "which of them hold data ranks?"]
+    expect_error(2, mesh_that_one_rank_cannot_mean, error="UsageError", contains=words, timeout=PATIENCE_S)
