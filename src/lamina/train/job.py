@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lamina.core.control import Control
@@ -20,7 +21,6 @@ from lamina.runtime.access import runtime_of, sync
 from lamina.runtime.agreement import together
 from lamina.runtime.api import shard
 from lamina.runtime.deferred import deferred
-from lamina.runtime.environment import initialise_distributed
 from lamina.runtime.units import plan_units
 from lamina.train.chat import check_tokenizer, encode
 from lamina.train.config import Config, Optimisation
@@ -76,7 +76,6 @@ class Job:
 
 def build_job(config: Config) -> Job:
     """Read, build, shard, load. Collective; a mistake raises the same `UsageError` on every rank."""
-    initialise_distributed()
     control = _control()
     documents = together(control, lambda: read_documents(config.data))
     gpt = None if config.model is None else find_gpt(Path(config.model).expanduser())
@@ -87,8 +86,6 @@ def build_job(config: Config) -> Job:
 
 def _control() -> Control:
     """Among the ranks, before there is a model."""
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Control(None, 0, 1, "train")
     return Control(dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size(), "train")

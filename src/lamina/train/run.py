@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from lamina.checkpoint.api import latest
 from lamina.core.strategy import resolve as resolve_factors
 from lamina.errors import LaminaError, UsageError
 from lamina.runtime.agreement import together
+from lamina.runtime.environment import initialise_distributed
 from lamina.runtime.report import readable_bytes, report
 from lamina.train.agreed import on_rank_0
 from lamina.train.config import Config, to_toml
@@ -51,7 +52,7 @@ class Request:
 
 def run(request: Request) -> str:
     """Train on this rank, with all others; the run's folder. Collective."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = _start()
     view: View = Silent() if rank else (Relay() if request.relayed else open_view(sys.stdout))
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
@@ -60,6 +61,18 @@ def run(request: Request) -> str:
         raise _named(problem) from problem
     finally:
         view.close()
+
+
+def _start() -> tuple[int, int]:
+    """The process group, if a launcher wants one: this rank, and how many there are."""
+    try:
+        initialise_distributed()
+    except dist.DistNetworkError as problem:
+        raise UsageError(
+            f"the ranks cannot meet: {str(problem).splitlines()[0]} Give torchrun another --master-port, or leave the "
+            "launching to lamina"
+        ) from None
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _named(problem: OSError) -> LaminaError:
