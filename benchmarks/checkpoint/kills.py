@@ -58,7 +58,7 @@ def lie_in_wait(kill: Kill, written_bytes: int) -> None:
     {
         "stage": lambda: _around(Background, "stage", kill.place),
         "write": lambda: _inside_write(int(kill.place * written_bytes)),
-        "fsync": lambda: _around(os, "fsync", kill.place, calls=4 if kill.rank == 0 else 2),
+        "fsync": lambda: _around(os, "fsync", kill.place, calls=4 if kill.rank == 0 else 1),
         "manifest": lambda: _inside_manifest(kill.place),
         "rename": lambda: _around(os, "rename", kill.place, calls=2 if kill.over else 1),
         "retention": lambda: _inside_retention(kill.place),

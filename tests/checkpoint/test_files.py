@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import unittest.mock
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,21 @@ def test_a_crash_between_the_renames_of_a_replacement(tmp_path: Path) -> None:
     checkpoint(path, 2)
     assert folders.read_manifest(path).created_ns == 2
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
+
+
+def test_an_error_between_the_renames(tmp_path: Path) -> None:
+    """The second rename is refused: the earlier checkpoint gets its name back."""
+    path, rename = checkpoint(tmp_path / "a", 1), os.rename
+
+    def once(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial"):
+            raise OSError("refused")
+        rename(source, target)
+
+    with unittest.mock.patch.object(folders.os, "rename", once), pytest.raises(OSError, match="refused"):
+        checkpoint(path, 2)
+    folders.abandon(path)
+    assert folders.read_manifest(path).created_ns == 1 and [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
 def test_keep_last(tmp_path: Path) -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
+
+import torch
+import torch.distributed as dist
 
 from lamina import errors
 from lamina.core.control import Control
 from lamina.errors import CheckpointError, LaminaError
+from lamina.runtime.agreement import check_same_text
 
 T = TypeVar("T")
 
@@ -23,7 +28,7 @@ T = TypeVar("T")
 def at_place(control: Control, kind: str, what: str) -> Iterator[None]:
     """Inside, a rank that waits for others says that it is saving or loading."""
     before = control.position
-    control.position = replace(before, mode=kind, kind=kind, verb="agrees on", unit=what)
+    control.position = replace(before, mode=kind, kind=kind, verb="agrees on", unit=what, is_over=False)
     try:
         yield
     finally:
@@ -36,19 +41,68 @@ def together(control: Control, act: Callable[[], T], while_doing: str) -> T:
     Raises:
         CheckpointError, or the LaminaError that the first failing rank met.
     """
-    result, caught = None, None
+    result, error = attempt(act)
+    settle(control, error, while_doing)
+    return result  # type: ignore[return-value]
+
+
+def attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run `act` and hold its error back until all ranks can raise it."""
     try:
-        result = act()
+        return act(), None
     except Exception as error:  # a disk may fail in any way
-        caught = error
-    message = control.agree_on_error(None if caught is None else _told(caught, while_doing))
+        return None, error
+
+
+def settle(control: Control, error: Exception | None, while_doing: str) -> None:
+    """If any rank has an error, raise it on every rank. Collective."""
+    message = control.agree_on_error(None if error is None else _told(error, while_doing))
     if message is None:
-        return result  # type: ignore[return-value]
+        return
     kind, _, text = message.partition("|")
     made = getattr(errors, kind, CheckpointError)(text)
-    if caught is not None:
-        raise made from caught
+    if error is not None:
+        raise made from error
     raise made
+
+
+def same_everywhere(control: Control, sums: Sequence[int]) -> list[bool]:
+    """For each number, whether all ranks have it. What a rank sends does not grow with the number of ranks."""
+    if control.group is None or not sums:
+        return [True] * len(sums)
+    here = torch.tensor(list(sums), dtype=torch.int64)
+    bounds = torch.cat([here, -here])
+    control.wait(dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=control.group, async_op=True))
+    highest, lowest = bounds.chunk(2)
+    return (highest == -lowest).tolist()
+
+
+def begin_alike(
+    control: Control,
+    error: Exception | None,
+    while_doing: str,
+    alike: dict[str, list[str]],
+    further: Sequence[int] = (),
+) -> list[bool]:
+    """One round for the usual case: nobody failed, and all ranks say the same. Collective.
+
+    Args:
+        error: what this rank met, or None.
+        alike: lines that must be the same on every rank, by what they are.
+        further: numbers that may differ; as many on every rank where nobody failed.
+
+    Returns:
+        for each of `further`, whether all ranks have it.
+    """
+    sums = [zlib.crc32("\n".join(lines).encode()) for lines in alike.values()]
+    known = [int(error is not None), *sums, zlib.crc32(repr(list(further)).encode())]
+    nobody_differs_in_failing, *same, same_further = same_everywhere(control, known)
+    if error is not None or not nobody_differs_in_failing:
+        settle(control, error, while_doing)
+    for equal, (what, lines) in zip(same, alike.items(), strict=True):
+        if not equal:
+            check_same_text(control, what, lines)
+    return [True] * len(further) if same_further else same_everywhere(control, further)
 
 
 def _told(error: Exception, while_doing: str) -> str:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lamina.checkpoint.datafile import Draft, as_bytes, slices
+from lamina.checkpoint.datafile import as_bytes, slices
+from lamina.checkpoint.snapshot import Division
 from lamina.core.control import Control, Position
 from lamina.errors import CheckpointError, LaminaError
 from lamina.runtime.assemble import Runtime
@@ -45,8 +46,9 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def stage(self, draft: Draft) -> None:
-        """Copy what the draft's items hold now. Local."""
+    def stage(self, division: Division) -> Division:
+        """Copy what the items of this rank's file hold now. Local."""
+        draft = division.draft
         if self._image.numel() < draft.data_bytes:
             self._image = torch.empty(0, dtype=torch.uint8)  # the old one goes first
             self._image = torch.empty(draft.data_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
@@ -62,6 +64,7 @@ class Background:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        return division
 
     def start(self, work: Work) -> None:
         """Write what was staged. Returns at once."""

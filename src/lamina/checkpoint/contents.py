@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lamina.checkpoint.datafile import as_bytes, view_of
 from lamina.checkpoint.manifest import Piece
-from lamina.core.control import Control
 from lamina.core.layout import ParamSpec, Segment
 from lamina.core.mesh import DataMesh
 from lamina.core.strategy import Factors
@@ -161,17 +158,6 @@ def module_states(model: nn.Module) -> dict[str, Any]:
 
 def crc_of(tensor: Tensor) -> int:
     return zlib.crc32(view_of(as_bytes(tensor.detach().contiguous().cpu())))
-
-
-def same_everywhere(control: Control, sums: Sequence[int]) -> list[bool]:
-    """For each number, whether all ranks have it. What a rank sends does not grow with the number of ranks."""
-    if control.group is None or not sums:
-        return [True] * len(sums)
-    here = torch.tensor(list(sums), dtype=torch.int64)
-    bounds = torch.cat([here, -here])
-    control.wait(dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=control.group, async_op=True))
-    highest, lowest = bounds.chunk(2)
-    return (highest == -lowest).tolist()
 
 
 def spread(sizes_bytes: Sequence[int], world: int) -> list[int]:

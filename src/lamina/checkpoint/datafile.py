@@ -27,6 +27,7 @@ from lamina.errors import CheckpointError, UsageError
 
 BLOCK_BYTES = 1 << 20  # has a checksum of its own
 STAGING_BYTES = 8 * BLOCK_BYTES  # what a stream holds in memory
+DIRECT_BYTES = 1 << 16  # from this length on a system call costs less than a copy
 CRCS = "crc32_blocks"  # the entry of `__metadata__` with 8 hexadecimal digits a block
 _HEADER_ALIGNMENT_BYTES = 64
 
@@ -141,23 +142,44 @@ class Written(NamedTuple):
 
 
 def write_file(path: Path, draft: Draft, chunks: Iterable[memoryview]) -> Written:
-    """Write a file and wait until the disk has it. Every chunk but the last is a whole number of blocks."""
+    """Write a file and wait until the disk has it."""
     header_numel = len(draft.header())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        crcs: list[int] = []
+        sums = BlockSums()
         at = header_numel
         for chunk in chunks:
-            crcs += [zlib.crc32(chunk[i : i + BLOCK_BYTES]) for i in range(0, len(chunk), BLOCK_BYTES)]
+            sums.add(chunk)
             write_at(descriptor, chunk, at)
             at += len(chunk)
         assert at == header_numel + draft.data_bytes, (at, header_numel, draft.data_bytes)
-        header = draft.header(crcs)
+        header = draft.header(sums.finish())
         write_at(descriptor, memoryview(header), 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return Written(at, zlib.crc32(header))
+
+
+class BlockSums:
+    """CRC-32 of each block of a stream that comes in chunks of any length."""
+
+    def __init__(self) -> None:
+        self._whole: list[int] = []
+        self._crc, self._filled_bytes = 0, 0
+
+    def add(self, chunk: memoryview) -> None:
+        while chunk:
+            part = chunk[: BLOCK_BYTES - self._filled_bytes]
+            self._crc = zlib.crc32(part, self._crc)
+            self._filled_bytes += len(part)
+            if self._filled_bytes == BLOCK_BYTES:
+                self._whole.append(self._crc)
+                self._crc, self._filled_bytes = 0, 0
+            chunk = chunk[len(part) :]
+
+    def finish(self) -> list[int]:
+        return self._whole + ([self._crc] if self._filled_bytes else [])
 
 
 def write_at(descriptor: int, data: memoryview, at: int) -> None:
@@ -168,10 +190,19 @@ def write_at(descriptor: int, data: memoryview, at: int) -> None:
 
 
 def stream(items: Sequence[Item], staging: Tensor) -> Iterator[memoryview]:
-    """The data of a file through one small buffer. Each chunk must be used before the next is asked for."""
+    """The data of a file; each chunk must be used before the next is asked for.
+
+    What lies on the host is handed out as it lies. Small tensors, and those on a device, go through the buffer.
+    """
     view, filled = view_of(staging), 0
     for item in items:
         source, taken = as_bytes(item.values), 0
+        if source.device.type == "cpu" and source.numel() >= DIRECT_BYTES:
+            if filled:
+                yield view[:filled]
+                filled = 0
+            yield from slices(source)
+            continue
         while taken < source.numel():
             step = min(source.numel() - taken, staging.numel() - filled)
             staging[filled : filled + step].copy_(source[taken : taken + step])
@@ -274,19 +305,30 @@ class DataFile:
 
     def _verify(self, start_byte: int, stop_byte: int, staging: Tensor) -> None:
         view = view_of(staging)
-        first, end = start_byte // BLOCK_BYTES, -(-stop_byte // BLOCK_BYTES)
-        for block in range(first, min(end, len(self._crcs))):
+        at_once = len(view) // BLOCK_BYTES
+        block, end = start_byte // BLOCK_BYTES, min(-(-stop_byte // BLOCK_BYTES), len(self._crcs))
+        while block < end:
             if self._verified[block]:
+                block += 1
                 continue
-            at = block * BLOCK_BYTES
-            length = min(BLOCK_BYTES, self._data_bytes - at)
-            self.read_bytes(at, view[:length])
-            if zlib.crc32(view[:length]) != self._crcs[block]:
-                raise CheckpointError(
-                    f"{self.path} is damaged: bytes {self._data_at + at} to {self._data_at + at + length} have another "
-                    f"checksum than when they were written. {_ANOTHER}"
-                )
-            self._verified[block] = 1
+            stop = next(
+                (b for b in range(block, min(end, block + at_once)) if self._verified[b]), min(end, block + at_once)
+            )
+            data = view[: min(stop * BLOCK_BYTES, self._data_bytes) - block * BLOCK_BYTES]
+            self.read_bytes(block * BLOCK_BYTES, data)
+            for number in range(block, stop):
+                self._compare(number, data[:BLOCK_BYTES])
+                data = data[BLOCK_BYTES:]
+            block = stop
+
+    def _compare(self, block: int, data: memoryview) -> None:
+        if zlib.crc32(data) != self._crcs[block]:
+            at = self._data_at + block * BLOCK_BYTES
+            raise CheckpointError(
+                f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they were "
+                f"written. {_ANOTHER}"
+            )
+        self._verified[block] = 1
 
     def read_bytes(self, at: int, into: memoryview) -> None:
         """Fill `into` from byte `at` of the data."""
@@ -300,6 +342,10 @@ class DataFile:
         """Elements from `start` of a stored tensor into `into` (1-D), cast to its dtype, through the staging buffer."""
         place = self.place(key)
         stored = place.dtype
+        if into.dtype is stored and into.device.type == "cpu" and into.is_contiguous():
+            if into.numel():
+                self.read_bytes(place.start_byte + start * stored.itemsize, view_of(as_bytes(into)))
+            return
         room_numel = staging.numel() // stored.itemsize
         for at in range(0, into.numel(), room_numel):
             part = into[at : at + room_numel]

@@ -12,6 +12,7 @@ Note [names]   for a checkpoint at `runs/step-10`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -71,7 +72,9 @@ def give_name(path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Remove the hidden folder after a failed save; what cannot be removed is left to the next save."""
+    """After a failed save: the earlier checkpoint is in its place, the hidden folder goes; the next save does the rest."""
+    with contextlib.suppress(OSError):
+        recover(path)
     shutil.rmtree(partial(path), ignore_errors=True)
 
 

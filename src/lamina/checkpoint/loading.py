@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.checkpoint.agreed import at_place, together, warn_once
+from lamina.checkpoint.agreed import at_place, attempt, begin_alike, together, warn_once
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
 from lamina.checkpoint.datafile import STAGING_BYTES
@@ -34,7 +34,6 @@ from lamina.checkpoint.snapshot import restore_random_states
 from lamina.checkpoint.source import Source
 from lamina.errors import CheckpointError
 from lamina.runtime.access import runtime_of
-from lamina.runtime.agreement import check_same_text
 from lamina.runtime.assemble import Runtime
 
 
@@ -64,11 +63,12 @@ def load(
     control, what = runtime.control, f"loading {os.fspath(path)}"
     with at_place(control, "load", os.fspath(path)), torch.no_grad():
         BACKGROUND.finish(model)
-        check_same_text(control, "arguments to load", [f"{os.path.abspath(path)} {bool(strict)} {optimizer is None}"])
-        loading = together(control, lambda: Loading(path, runtime, model, optimizer, strict), what)
+        loading, error = attempt(lambda: Loading(path, runtime, model, optimizer, strict))
+        arguments = [f"load({os.path.abspath(path)!r}, strict={bool(strict)}, optimizer={optimizer is not None})"]
+        begin_alike(control, error, what, {"arguments to load": arguments})
+        assert loading is not None  # else all ranks have raised
         beside = together(control, loading.verify, what)
-        together(control, loading.transfer, f"{what} (the model is partly loaded)")
-        together(control, lambda: loading.hand_over(beside), f"{what} (the model is loaded)")
+        together(control, lambda: loading.transfer(beside), f"{what} (the model is loaded in part)")
         if not strict and loading.skipped:
             warn_once(control, f"lamina.load({os.fspath(path)!r}, strict=False) skipped: {'; '.join(loading.skipped)}")
     return beside["extra"]
@@ -150,16 +150,13 @@ class Loading:
         check_copies(self.source, self.matched, self.staging)
         return self.source.beside(self.rank, self.world, self.staging)
 
-    def transfer(self) -> None:
+    def transfer(self, beside: dict[str, Any]) -> None:
+        """Change the model."""
         self.source.transfer(self.matched.transfers, self.staging)
         for unit in self.runtime.units:
             unit.dirty.mark()  # every copy of a master is made anew before it is next read
         if self.plan is not None:
             self.source.transfer(self.plan.transfers, self.staging)
-
-    def hand_over(self, beside: dict[str, Any]) -> None:
-        """What is no plain tensor: optimizer, modules with a state of their own, random states."""
-        if self.plan is not None:
             self.plan.hand_over()
         for name, module in self.model.named_modules():
             if name in beside["modules"]:

@@ -19,7 +19,7 @@ def format_of(path: Path) -> str:
         return "dcp"
     if path.is_file():
         return "torch"
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    if any(not file.name.startswith("rank-") for file in path.glob("*.safetensors")):  # ours have lost their manifest
         return "hf"
     return "deepspeed" if deepspeed.folder_of(path) is not None else "lamina"
 

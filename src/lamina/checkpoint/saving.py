@@ -15,7 +15,6 @@ Between any two of these the ranks agree that all of them succeeded; the last th
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +24,14 @@ import torch
 from torch import nn
 
 from lamina.checkpoint import folders
-from lamina.checkpoint.agreed import at_place, together
+from lamina.checkpoint.agreed import at_place, attempt, begin_alike, together
 from lamina.checkpoint.background import BACKGROUND
-from lamina.checkpoint.contents import same_everywhere
 from lamina.checkpoint.datafile import STAGING_BYTES, Written, stream, write_file
 from lamina.checkpoint.manifest import FileEntry, to_json
 from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
 from lamina.core.control import Control
 from lamina.errors import UsageError
 from lamina.runtime.access import runtime_of
-from lamina.runtime.agreement import check_same_text
 
 
 def save(
@@ -68,17 +65,20 @@ def save(
     control = runtime.control
     with at_place(control, "save", os.fspath(path)):
         BACKGROUND.finish(model)
-        target, snapshot = together(control, lambda: _look(path, model, optimizer, extra), f"saving {path}")
-        same = compare(snapshot, control, [f"save({str(target)!r}, wait={bool(wait)})"])
-        division = together(control, lambda: divide(snapshot, same), f"saving {path}")
-        job = Job(target, division)
+        looked, error = attempt(lambda: _look(path, model, optimizer, extra))
+        target, snapshot = looked or (Path(), None)
+        alike = {"arguments to save": [f"save({str(target)!r}, wait={bool(wait)})"]}
+        alike["states to save"] = snapshot.lines() if snapshot is not None else []
+        same = begin_alike(control, error, f"saving {path}", alike, snapshot.sums() if snapshot is not None else ())
+        assert snapshot is not None  # else all ranks have raised
         if wait:
+            division = together(control, lambda: divide(snapshot, same), f"saving {path}")
             staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")
-            job.run(control, lambda: stream(division.draft.items, staging))
+            Job(target, division).run(control, lambda: stream(division.draft.items, staging))
         else:
             background = BACKGROUND.of(model, runtime)
-            together(control, lambda: background.stage(division.draft), f"copying what is saved at {path}")
-            background.start(job)
+            division = together(control, lambda: background.stage(divide(snapshot, same)), f"copying for {path}")
+            background.start(Job(target, division))
 
 
 def _look(
@@ -89,18 +89,6 @@ def _look(
         raise UsageError(f"save(path, model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
     folders.check_target(target)
     return target, take(runtime_of(model), model, optimizer, extra)
-
-
-def compare(snapshot: Snapshot, control: Control, arguments: list[str]) -> list[bool]:
-    """Which values are equal on all ranks; raises where they must be. Collective."""
-    lines = snapshot.lines()
-    sums = [zlib.crc32("\n".join(text).encode()) for text in (arguments, lines)]
-    same_arguments, same_lines = same_everywhere(control, sums)
-    if not same_arguments:
-        check_same_text(control, "arguments to save", arguments)
-    if not same_lines:
-        check_same_text(control, "states to save", lines)
-    return same_everywhere(control, snapshot.sums())
 
 
 @dataclass
@@ -130,10 +118,7 @@ class Job:
         return self.division.snapshot.runtime.mesh.rank
 
     def _write(self, chunks: Iterable[memoryview]) -> Written:
-        folder = folders.partial(self.target)
-        written = write_file(folder / file_name(self.rank), self.division.draft, chunks)
-        folders.sync_folder(folder)
-        return written
+        return write_file(folders.partial(self.target) / file_name(self.rank), self.division.draft, chunks)
 
     def _publish(self, files: list[FileEntry]) -> None:
         folders.publish(self.target, to_json(describe(self.division, files)))

@@ -1,0 +1,304 @@
+"""Saving and loading on two ranks: lamina beside torch.distributed.checkpoint with FSDP2, one after the other.
+
+    python benchmarks/checkpoint/run.py                          # a state of 201 MB
+    python benchmarks/checkpoint/run.py --parameters 1e9 --folder /a/real/disk
+
+Each way has processes of its own. The state is float32 parameters with AdamW's two moments (12 bytes a parameter),
+stepped once. Times are the slower rank's, medians over rounds; in every round the ways follow one another, so that a
+disturbance of the machine hits all. Blocked: how long the training thread waits for a save that goes on beside it;
+`copy`: one plain copy of the rank's own state into host memory that is there already, the floor for that.
+Host memory: the largest growth of a rank's resident set above what it was before the call, pages of files not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # here, before ranks are forked: the first optimizer of a process imports it
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lamina
+
+WORLD = 2
+WIDTH = 2048
+WAYS = ("lamina", "dcp")
+
+
+def build(parameters: float) -> nn.Module:
+    """Square layers; as many as come nearest to the wanted number of parameters."""
+    layers = max(1, round(parameters / WIDTH**2))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+class Way:
+    """One library's model, optimizer, and how it saves and loads."""
+
+    def __init__(self, parameters: float) -> None:
+        self.model = build(parameters)
+        self.optimizer: torch.optim.Optimizer
+
+    def step_once(self) -> None:
+        """Gradients of ones: the optimizer only has to have a state."""
+        for param in self.model.parameters():
+            param.grad = torch.ones_like(param)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def own(self) -> list[Tensor]:
+        """What this rank holds, parameters and moments."""
+        raise NotImplementedError
+
+    def save(self, path: str) -> None:
+        raise NotImplementedError
+
+    def save_beside(self, path: str) -> Callable[[], None]:
+        """Start a save and return what waits for it."""
+        raise NotImplementedError
+
+    def load(self, path: str) -> None:
+        raise NotImplementedError
+
+
+class Lamina(Way):
+    def __init__(self, parameters: float) -> None:
+        super().__init__(parameters)
+        lamina.shard(self.model, "zero3", start="trust")
+        self.optimizer = lamina.optim.AdamW(self.model.parameters())
+
+    def own(self) -> list[Tensor]:
+        moments = [s[key].local for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [p.local for p in self.model.parameters()] + moments
+
+    def save(self, path: str) -> None:
+        lamina.save(path, self.model, self.optimizer)
+
+    def save_beside(self, path: str) -> Callable[[], None]:
+        lamina.save(path, self.model, self.optimizer, wait=False)
+        return lamina.checkpoint.finish
+
+    def load(self, path: str) -> None:
+        lamina.load(path, self.model, self.optimizer)
+
+
+class Dcp(Way):
+    def __init__(self, parameters: float) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(parameters)
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def own(self) -> list[Tensor]:
+        moments = [s[key]._local_tensor for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [p._local_tensor.detach() for p in self.model.parameters()] + moments
+
+    def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def save(self, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(path, sync_files=True)
+        dcp.save(self._state(), storage_writer=writer)
+
+    def save_beside(self, path: str) -> Callable[[], None]:
+        import torch.distributed.checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(path, sync_files=True)
+        return dcp.async_save(self._state(), storage_writer=writer).result
+
+    def load(self, path: str) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        state = self._state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+class Watcher:
+    """The largest growth of this process's anonymous memory while it runs."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self._before = anonymous_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.01):
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes() - self._before)
+
+
+def anonymous_bytes() -> int:
+    """Resident memory that no file stands behind."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(("RssAnon:", "RssShmem:")):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status names no RssAnon")
+
+
+def serve(kind: str, rank: int, store: str, parameters: float, pipe: Any) -> None:
+    """A rank: measure what it is asked for."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    torch.manual_seed(0)
+    way: Way = {"lamina": Lamina, "dcp": Dcp}[kind](parameters)
+    way.step_once()
+    host = [tensor.clone() for tensor in way.own()]
+    pipe.send(sum(t.numel() * t.element_size() for t in host))
+    while (asked := pipe.recv()) is not None:
+        what, path = asked
+        dist.barrier()
+        with Watcher() as watcher:
+            begin = time.perf_counter()
+            waiting = {
+                "copy": lambda path: torch._foreach_copy_(host, way.own()),
+                "save": way.save,
+                "save_beside": way.save_beside,
+                "load": way.load,
+            }[what](path)
+            took_s = time.perf_counter() - begin
+            if callable(waiting):
+                waiting()
+        pipe.send({"s": took_s, "whole_s": time.perf_counter() - begin, "peak_bytes": watcher.peak_bytes})
+    os._exit(0)
+
+
+class Ranks:
+    """The processes of one way."""
+
+    def __init__(self, kind: str, room: str, parameters: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipes = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            arguments = (kind, rank, f"{room}/store-{kind}", parameters, theirs)
+            context.Process(target=serve, args=arguments, daemon=True).start()
+            self.pipes.append(ours)
+        self.state_bytes = sum(pipe.recv() for pipe in self.pipes)
+
+    def ask(self, what: str, path: str) -> dict[str, float]:
+        for pipe in self.pipes:
+            pipe.send((what, path))
+        answers = [pipe.recv() for pipe in self.pipes]
+        return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+
+
+def measure(room: str, parameters: float, rounds: int) -> dict[str, Any]:
+    ways = {kind: Ranks(kind, room, parameters) for kind in WAYS}
+    seen: dict[str, dict[str, list[float]]] = {kind: {} for kind in WAYS}
+    for number in range(rounds + 1):  # the first round warms up: buffers, groups, the page cache
+        for kind, ranks in ways.items():
+            for what in ("copy", "save", "load", "save_beside"):
+                path = f"{room}/{kind}-{what if what != 'load' else 'save'}"
+                if what.startswith("save"):
+                    shutil.rmtree(path, ignore_errors=True)
+                os.sync()
+                found = ranks.ask(what, path)
+                if number:
+                    for key, value in found.items():
+                        seen[kind].setdefault(f"{what}_{key}", []).append(value)
+    for ranks in ways.values():
+        ranks.end()
+    table = {kind: {key: statistics.median(values) for key, values in by.items()} for kind, by in seen.items()}
+    worst = {kind: {key: max(values) for key, values in by.items()} for kind, by in seen.items()}
+    return {"state_bytes": ways["lamina"].state_bytes, "rounds": rounds, "median": table, "largest": worst}
+
+
+def show(found: dict[str, Any]) -> str:
+    lamina_, dcp = found["median"]["lamina"], found["median"]["dcp"]
+    own = found["state_bytes"] / WORLD
+    rows = [
+        ("save, s", lamina_["save_s"], dcp["save_s"]),
+        ("load, s", lamina_["load_s"], dcp["load_s"]),
+        ("blocked by a save beside training, s", lamina_["save_beside_s"], dcp["save_beside_s"]),
+        ("that save until it is complete, s", lamina_["save_beside_whole_s"], dcp["save_beside_whole_s"]),
+        ("a plain copy of the rank's state, s", lamina_["copy_s"], dcp["copy_s"]),
+    ]
+    names = {"save": "a save", "load": "a load", "save_beside": "a save beside training"}
+    for what, name in names.items():
+        first = [found["first_peak_bytes"][kind][what] / 2**20 for kind in WAYS]
+        rows.append((f"host memory of the first {name.removeprefix('a ')}, MiB", first[0], first[1]))
+    lines = [
+        f"state {found['state_bytes'] / 2**20:.0f} MiB, {own / 2**20:.0f} a rank; medians of {found['rounds']} rounds"
+    ]
+    lines += [f"| {name} | {a:.3f} | {b:.3f} | {a / b if b else float('nan'):.2f} |" for name, a, b in rows]
+    lines.append(f"blocked / copy {lamina_['save_beside_s'] / lamina_['copy_s']:.2f}")
+    lines.append(f"blocked / dcp.save {lamina_['save_beside_s'] / dcp['save_s']:.3f}")
+    lines.append(f"blocked / blocked of dcp.async_save {lamina_['save_beside_s'] / dcp['save_beside_s']:.3f}")
+    return "\n".join(lines)
+
+
+def first_memory(room: str, parameters: float) -> dict[str, dict[str, float]]:
+    """Host memory of the first call of each kind, each in processes of its own."""
+    found: dict[str, dict[str, float]] = {}
+    for kind in WAYS:
+        for what in ("save", "load", "save_beside"):
+            Path(f"{room}/store-{kind}").unlink(missing_ok=True)
+            ranks = Ranks(kind, room, parameters)
+            path = f"{room}/{kind}-{'first' if what != 'save_beside' else 'beside'}"
+            found.setdefault(kind, {})[what] = ranks.ask(what, path)["peak_bytes"]
+            ranks.end()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=16.8e6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
+    parser.add_argument("--save", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    room = tempfile.mkdtemp(dir=options.folder)
+    try:
+        memory = first_memory(room, options.parameters)
+        for store in Path(room).glob("store-*"):
+            store.unlink()
+        found = measure(room, options.parameters, options.rounds)
+    finally:
+        shutil.rmtree(room)
+    found |= {"first_peak_bytes": memory, "torch": torch.__version__, "machine": platform.platform()}
+    print(show(found))
+    if options.save is not None:
+        options.save.parent.mkdir(exist_ok=True)
+        options.save.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
