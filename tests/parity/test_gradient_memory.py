@@ -6,7 +6,6 @@ Everything that reads gradients must find them as if their memory had stayed.
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -211,6 +211,29 @@ def test_edits_reach_the_next_forward(world: int) -> None:
     assert max(run_ranks(world, edits)) <= TOLERANCE
 
 
+def stepped_between(strategy: str, fused: bool, precision: lamina.Precision | None) -> str:
+    """Two forwards with a step between them, then the backward of the first: its weights are gone."""
+    model = lamina.shard(seeded(linears).float(), strategy, units=["blocks.*"], slots=1, precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    first = model(data_of(dist.get_rank()).float()).pow(2).mean()
+    model(data_of(dist.get_rank(), 1).float()).pow(2).mean().backward()
+    optimizer.step()
+    model(data_of(dist.get_rank(), 2).float())
+    try:
+        first.backward()
+    except (lamina.StateError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backward_through_weights_of_before_a_step_is_refused(fused: bool) -> None:
+    narrow = lamina.Precision(compute=torch.bfloat16, keep=())
+    for strategy, precision in (("zero3", None), ("ddp", narrow), ("zero1", narrow)):
+        for said in run_ranks(2, stepped_between, strategy, fused, precision):
+            assert "were changed between its forward and this backward" in said, (strategy, said)
+
+
 def loaded_between() -> float | str:
     """load_state_dict between forward and backward: used from the next forward on, or a named error."""
     plain, model = seeded(linears), sharded(slots=1)

@@ -19,6 +19,7 @@ import torch.optim.optimizer as torch_optimizer  # by import: the attribute path
 import torch.utils._foreach_utils as foreach_support
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_tensor import AS_PLAIN, Shard, rebuild_shard
@@ -35,6 +36,7 @@ _SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim states 
 _dirty, _grad_of = attrgetter("spec.dirty"), attrgetter("grad")
 _CUT = {Shard, type(None)}  # types of gradients that need nothing
 
+COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag of the copies made of it
 _registered = False
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
 
@@ -126,9 +128,12 @@ def _refuse_unsupported(optimizer: torch.optim.Optimizer, param: Shard) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Mark what a compiled step wrote: its graph writes to the local ranges without passing our handlers."""
+    """Mark what our handlers do not see: what a compiled step wrote, and plain parameters that copies are made of."""
     for group in optimizer.param_groups:
-        for flag in set(map(_dirty, (param for param in group["params"] if type(param) is Shard))):
+        flags = set(map(_dirty, (param for param in group["params"] if type(param) is Shard)))
+        if COPIED:
+            flags.update(COPIED.get(param) for param in group["params"])
+        for flag in flags:
             if flag is not None:
                 flag.mark()
 

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
+from lamina.core.shard_optim import COPIED
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
@@ -64,6 +65,7 @@ class Unit:
         self.dirty = DirtyFlag(True)
         self.version = 0  # counts changes of the weights, as root forwards see them
         self.expected = [spec.trainable for spec in layout.params]  # which gradients there is a place for
+        self._versions = -1  # of the user's parameters when the last root forward began
         self.wanted = list(self.expected)  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
         self.requires = self.expected  # requires_grad of the user's parameters when the root forward began
@@ -142,6 +144,8 @@ class Unit:
         param = self.params[position]
         factors = self.mesh.factors
         if not factors.uses_shards:
+            if not self.plain:
+                COPIED[param] = self.dirty
             if param.data_ptr() != local.data_ptr():
                 give_memory(param, local.view(spec.shape))
             return
@@ -196,6 +200,8 @@ class Unit:
         """
         with AS_PLAIN():
             requires = list(map(_is_trainable, self.params))
+            if not (self.communicates or self.plain):
+                self._look_at_versions()
         if not (self.plain or self._untouched()):
             self.check_masters()
         if requires == self.requires:
@@ -207,6 +213,13 @@ class Unit:
         if thawed:
             self._thaw(thawed)
         return bool(thawed)
+
+    def _look_at_versions(self) -> None:
+        """Notice writes to plain parameters of which copies are made; optimizer steps are marked by a hook."""
+        seen = sum(param._version for param in self.params)
+        if seen != self._versions:
+            self._versions = seen
+            self.dirty.mark()
 
     def _thaw(self, positions: Sequence[int]) -> None:
         """Give parameters that were frozen a place for their gradients; the bytes of the unit stay as they are."""

@@ -1,0 +1,49 @@
+"""`compile=True`: the runtime adds no graph break, nothing is compiled again after the first step, and numbers stay."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lamina
+from harness import run_ranks
+from parity.models import UNITS, build, language_batch, language_loss
+from parity.reference import TOLERANCE, gradient_deviation
+
+
+def compiled(strategy: str, slots: int, recompute: str) -> tuple[float, int, int]:
+    """Deviation of four steps' gradients, graph breaks, and graphs compiled after the first step."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiler = torch.compile
+    torch.compile = functools.partial(compiler, backend="aot_eager")  # what is looked at is the tracing
+    try:
+        model = lamina.shard(build(blocks=2), strategy, units=UNITS, slots=slots, recompute=recompute, compile=True)
+        plain, worst, graphs = build(blocks=2), 0.0, []
+        for step in range(4):
+            for rank in range(dist.get_world_size()):
+                (language_loss(plain, language_batch(10 * step + rank, 2)) / dist.get_world_size()).backward()
+            language_loss(model, language_batch(10 * step + dist.get_rank(), 2)).backward()
+            worst = max(worst, gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()}))
+            with torch.no_grad():
+                for each in (plain, model):
+                    for param in each.parameters():
+                        param.sub_(param.grad, alpha=0.1)
+                        param.grad = None
+            graphs.append(counters["stats"]["unique_graphs"])
+    finally:
+        torch.compile = compiler
+    assert graphs[0] >= 3, "nothing was compiled"
+    return worst, sum(counters["graph_break"].values()), graphs[-1] - graphs[0]
+
+
+@pytest.mark.parametrize(("strategy", "slots", "recompute"), [("zero3", 1, "none"), ("zero3", 3, "full")])
+def test_compiled_units_equal_one_process_without_breaks(strategy: str, slots: int, recompute: str) -> None:
+    for worst, breaks, again in run_ranks(2, compiled, strategy, slots, recompute, timeout=120):
+        assert worst <= TOLERANCE
+        assert (breaks, again) == (0, 0)
