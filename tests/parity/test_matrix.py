@@ -1,9 +1,10 @@
 """Every strategy x accumulation x kind of recomputation equals one process in float64; every legal triple as well.
 
 One call on the ranks runs a whole row of the matrix: starting processes and importing torch would cost more than
-training. For the named strategies every combination runs; slots (1, 2, 3) and debug mode rotate along the rows, so that
-each pair of strategy and recomputation runs in both modes. Triples without a name take one accumulation a row. Worlds 1
-and 3 take two kinds of recomputation: 2 and 4 show the rest.
+training. World 2 runs every combination of the named strategies; slots (1, 2, 3) and debug mode rotate along the rows,
+so that each pair of strategy and recomputation runs in both modes. World 4, whose ranks share two cores, takes half of the
+accumulations of a named strategy in a row, one in each mode, and worlds 1 and 3 two kinds of recomputation. Triples
+without a name take one accumulation a row.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def is_named(triple: tuple[int, int, int], world: int) -> bool:
 
 
 def cases_of(world: int, recompute: str | int) -> Iterator[tuple[Case, list[Recipe]]]:
-    """Named strategies: half of the accumulations in each mode. Other triples: one case, one accumulation a row.
+    """Named strategies: some accumulations in each mode. Other triples: one case, one accumulation a row.
 
     The same model trains once a kind of accumulation, from the start weights; programs are kept, state is not.
     """
@@ -69,7 +70,8 @@ def cases_of(world: int, recompute: str | int) -> Iterator[tuple[Case, list[Reci
         for debug in (False, True) if named else (row % 2 == 0,):
             slots = 1 + (number + row + debug) % 3
             turn = number + row + debug
-            chosen = ACCUMULATION[turn % 2 :: 2] if named else ACCUMULATION[turn % 4 : turn % 4 + 1]
+            whole = named and world < 4
+            chosen = ACCUMULATION[turn % 2 :: 2] if whole else ACCUMULATION[turn % 4 : turn % 4 + 1]
             yield Case(triple, recompute, slots, debug), [Recipe(accumulation=name) for name in chosen]
 
 

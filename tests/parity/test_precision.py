@@ -98,6 +98,11 @@ def errors() -> dict[str, tuple[float, float]]:
     plain, kept = distance(by_hand(world, False), truth), distance(by_hand(world, True), truth)
     narrow = lamina.Precision(compute=torch.bfloat16, keep=())
     wide_wire = lamina.Precision(compute=torch.bfloat16, wire=torch.float32)
+    if world == 4:  # its ranks share two cores: the other ways are seen at 2
+        return {
+            "zero3, norms kept": (distance(with_lamina("zero3", precision="bf16"), truth), kept),
+            "zero2, norms kept": (distance(with_lamina("zero2", precision="bf16"), truth), kept),
+        }
     return {
         "zero3": (distance(with_lamina("zero3", precision=narrow), truth), plain),
         "zero3, norms kept": (distance(with_lamina("zero3", precision="bf16"), truth), kept),
