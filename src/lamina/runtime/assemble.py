@@ -32,7 +32,7 @@ from lamina.runtime.publishing import PeerGatherer
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.unit import PARTS, Unit
 from lamina.runtime.units import UnitPlan
-from lamina.runtime.windows import Entry, refresh_flat_weights
+from lamina.runtime.windows import Entry, refresh_flat_weights, release_computed_weights
 from lamina.transport.c10d import C10d
 from lamina.transport.peer import Peers
 
@@ -93,6 +93,7 @@ class Blueprint:
 def draw_blueprint(
     model: nn.Module, plans: Sequence[UnitPlan], mesh: DataMesh, precision: Precision, slots: int | None
 ) -> Blueprint:
+    release_computed_weights(model)
     parameters = dict(model.named_parameters())
     replicated = replicate_mesh(mesh)
     layouts, meshes, plain = [], [], []

@@ -434,7 +434,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def gradient_dtype(master: torch.dtype) -> torch.dtype:
     """Gradients are summed in float32, or in the master's dtype where that is wider."""
-    return torch.promote_types(master, torch.float32) if master.is_floating_point or master.is_complex else master
+    if not master.is_floating_point and not master.is_complex:
+        return master
+    return torch.float32 if master.itemsize == 1 else torch.promote_types(master, torch.float32)  # no float8 promotes
 
 
 def _further_axes(param: nn.Parameter) -> tuple[tuple, GlobalSpec | None]:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lamina.errors import ParameterChanged
 
@@ -66,6 +67,17 @@ def windows_of(entries: Sequence[Entry], params: Sequence[nn.Parameter]) -> list
 def refresh_flat_weights(module: nn.RNNBase) -> None:
     """Recurrent modules hold a list of their weights beside the dict."""
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment, union-attr]
+
+
+def release_computed_weights(model: nn.Module) -> None:
+    """Old-style weight norm keeps a weight computed when it was applied, whose graph holds the parameters.
+
+    Its hook computes it anew at each forward.
+    """
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm) and isinstance(computed := getattr(module, hook.name, None), Tensor):
+                setattr(module, hook.name, computed.detach())
 
 
 def _replaced(entry: Entry, found: object) -> str:

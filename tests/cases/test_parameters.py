@@ -1,0 +1,212 @@
+"""Parameters of every kind train as in one process: reparametrised, recurrent, odd in shape or dtype, quantised, sparse.
+
+tests/parity/test_structures.py has LoRA, ties, experts, one unit of mixed kinds and batch norm; here are the neighbours.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from cases.training import TOLERANCE, WIDTH, Case, worst_of
+from harness import run_ranks
+from parity.structures import Chain, Lora
+
+
+def chain(make: object, count: int = 2) -> Chain:
+    return Chain(*(make() for _ in range(count)))  # type: ignore[operator]
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x.unsqueeze(0))[0].squeeze(0)
+
+
+class Attending(nn.Module):
+    """Attention that reads the weights of its children; with `eval`, by torch's fast path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
+
+
+class Looking(nn.Module):
+    """An embedding with sparse gradients; tokens made from the data, so that ranks use different rows."""
+
+    def __init__(self, bag: bool) -> None:
+        super().__init__()
+        kind = nn.EmbeddingBag if bag else nn.Embedding
+        self.table, self.bag = kind(11, WIDTH, sparse=True), bag
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.detach().abs() * 10).long() % 11
+        return self.table(tokens) + x if self.bag else self.table(tokens[:, 0]) + x
+
+
+class ComplexLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) * 0.4)
+        self.real = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.fft.fft(x) @ self.weight
+        return torch.tanh(torch.fft.ifft(y).real + self.real)
+
+
+class Scalar(nn.Module):
+    """Nothing but a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x[:0] @ self.nothing.sum(0).diag()])
+
+
+class Codes(nn.Module):
+    """Parameters of which none floats: an int64 permutation and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(WIDTH) % 3 > 0, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x[:, self.order] * self.mask)
+
+
+class _Dequantised(torch.autograd.Function):
+    """Keeps the packed weight alone and widens it again in the backward, as 4-bit layers do."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, packed: Tensor) -> Tensor:
+        ctx.save_for_backward(packed)  # type: ignore[attr-defined]
+        return F.linear(x, unpack(packed))
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        (packed,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad @ unpack(packed), None
+
+
+def unpack(packed: Tensor) -> Tensor:
+    halves = torch.stack([packed & 15, packed >> 4]).double() - 7.5
+    return halves.flatten()[: WIDTH * WIDTH].view(WIDTH, WIDTH) / 10
+
+
+class FourBit(nn.Module):
+    """A frozen base of packed nibbles, a low-rank pair beside it (QLoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.randint(256, (13,), dtype=torch.uint8), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH) * 0.3), nn.Parameter(torch.randn(WIDTH, 2) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(_Dequantised.apply(x, self.packed) + x @ self.a.T @ self.b.T)
+
+
+class EightBitFloat(nn.Module):
+    """A frozen float8 base with one scale a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.base.to(x.dtype) * self.scale))
+
+
+class LoraWithDropout(Lora):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.3, self.training))
+
+
+class Ladder(nn.Module):
+    """Tiny dims: one row, one column, one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.one, self.up = nn.Linear(WIDTH, 1), nn.Linear(1, 1), nn.Linear(1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.tanh(self.one(self.down(x))))
+
+
+def shared_parametrization() -> nn.Module:
+    """Two layers whose original weight is one parameter, each with a norm of its own."""
+    first, second = linear(), linear()
+    second.weight = first.weight
+    return nn.Sequential(parametrizations.weight_norm(first), nn.Tanh(), second)
+
+
+def all_frozen_but_one() -> Chain:
+    model = chain(linear, 3)
+    model.requires_grad_(False)
+    model.blocks[1].bias.requires_grad_(True)
+    return model
+
+
+CASES: dict[str, Case] = {
+    "weight_norm, hooks": Case(lambda: chain(lambda: nn.utils.weight_norm(linear()))),
+    "weight_norm, parametrization": Case(lambda: chain(lambda: parametrizations.weight_norm(linear()))),
+    "spectral_norm, hooks": Case(lambda: chain(lambda: nn.utils.spectral_norm(linear()))),
+    "spectral_norm, parametrization": Case(lambda: chain(lambda: parametrizations.spectral_norm(linear()))),
+    "orthogonal, parametrization": Case(lambda: chain(lambda: parametrizations.orthogonal(linear()))),
+    "parametrization, units auto": Case(
+        lambda: chain(lambda: parametrizations.weight_norm(linear())), units=(nn.Linear,), optimizer="foreach"
+    ),
+    "lstm": Case(lambda: chain(lambda: Recurrent(nn.LSTM))),
+    "gru": Case(lambda: chain(lambda: Recurrent(nn.GRU), 1)),
+    "attention": Case(lambda: chain(Attending)),
+    "sparse embedding": Case(lambda: chain(lambda: Looking(False))),
+    "sparse embedding bag": Case(lambda: chain(lambda: Looking(True))),
+    "complex": Case(lambda: chain(ComplexLinear), optimizer="foreach"),
+    "complex, for-loop": Case(lambda: chain(ComplexLinear), optimizer="adam"),
+    "scalar": Case(lambda: chain(Scalar), max_norm=0.1),
+    "empty": Case(lambda: chain(lambda: nn.Sequential(Empty(), linear())), optimizer="foreach"),
+    "units of nothing": Case(lambda: chain(lambda: nn.ModuleList([Empty()])[0])),
+    "integers": Case(lambda: chain(Codes)),
+    "four bits": Case(lambda: chain(FourBit), optimizer="adam", max_norm=0.1),
+    "eight-bit floats": Case(lambda: chain(EightBitFloat), optimizer="foreach"),
+    "lora with dropout": Case(lambda: chain(lambda: LoraWithDropout(int8=True))),
+    "tiny dims": Case(lambda: chain(Ladder), max_norm=0.05),
+    "one bias trains": Case(all_frozen_but_one, max_norm=0.1),
+    "root only": Case(lambda: linear(), units=()),
+}
+
+
+def run(name: str) -> dict[str, float]:
+    return worst_of(CASES[name])
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_parameters_of_every_kind_equal_one_process(name: str) -> None:
+    for found in run_ranks(2, run, name, timeout=40):
+        assert max(found.values()) <= TOLERANCE, found
