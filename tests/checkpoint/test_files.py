@@ -125,7 +125,6 @@ def manifest(created_ns: int = 1, **changes: Any) -> Manifest:
         "strategy": "zero3",
         "created_ns": created_ns,
         "writer": {"lamina": "0", "torch": "2"},
-        "block_bytes": BLOCK_BYTES,
         "files": (FileEntry("a.safetensors", 3, "00000000"), FileEntry("b.safetensors", 0, "00000000")),
         "parameters": {"w": ParameterEntry((2, 3), "float32", True, (Piece(0, 0, 4), Piece(1, 4, 6)))},
         "ties": {"v": "w"},

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lamina.checkpoint import folders
 from lamina.checkpoint.datafile import (
-    BLOCK_BYTES,
     STAGING_BYTES,
     DataFile,
     Item,
@@ -120,7 +119,6 @@ def write_lamina(found: Everything, target: Path) -> None:
         strategy="converted",
         created_ns=time.time_ns(),
         writer=versions(),
-        block_bytes=BLOCK_BYTES,
         files=(FileEntry(file_name(0), written.size_bytes, f"{written.header_crc32:08x}"),),
         parameters={
             name: ParameterEntry(

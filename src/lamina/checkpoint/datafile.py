@@ -28,7 +28,7 @@ from lamina.errors import CheckpointError, UsageError
 BLOCK_BYTES = 1 << 20  # has a checksum of its own
 STAGING_BYTES = 8 * BLOCK_BYTES  # what a stream holds in memory
 DIRECT_BYTES = 1 << 16  # from this length on a system call costs less than a copy
-CRCS = "crc32_blocks"  # the entry of `__metadata__` with 8 hexadecimal digits a block
+CRCS, CRC_LENGTH = "crc32_blocks", "crc32_block_bytes"  # texts of `__metadata__`: 8 hexadecimal digits a block
 _HEADER_ALIGNMENT_BYTES = 64
 
 _NAMES = {
@@ -81,8 +81,8 @@ class Draft:
     def header(self, crcs: Sequence[int] | None = None) -> bytes:
         """The file's beginning; of the same length whatever the checksums are."""
         count = -(-self.data_bytes // BLOCK_BYTES)
-        texts = {**self.texts, CRCS: "".join(f"{crc:08x}" for crc in (crcs if crcs is not None else [0] * count))}
-        return header_bytes(self.placed, texts)
+        digits = "".join(f"{crc:08x}" for crc in (crcs if crcs is not None else [0] * count))
+        return header_bytes(self.placed, {**self.texts, CRC_LENGTH: str(BLOCK_BYTES), CRCS: digits})
 
 
 def header_bytes(placed: dict[str, Placed], texts: dict[str, str]) -> bytes:
@@ -279,6 +279,9 @@ class DataFile:
         self._data_at = 8 + length
         self._data_bytes = actual_bytes - self._data_at
         digits = self.texts.get(CRCS, "")
+        self._block_bytes = int(self.texts.get(CRC_LENGTH, BLOCK_BYTES))
+        if not 0 < self._block_bytes <= STAGING_BYTES:
+            raise CheckpointError(f"{self.path} has blocks of {self._block_bytes} bytes: a newer lamina wrote it")
         self._crcs = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
         end_bytes = max((place.stop_byte for place in self.placed.values()), default=0)
         if end_bytes > self._data_bytes:
@@ -305,8 +308,8 @@ class DataFile:
 
     def _verify(self, start_byte: int, stop_byte: int, staging: Tensor) -> None:
         view = view_of(staging)
-        at_once = len(view) // BLOCK_BYTES
-        block, end = start_byte // BLOCK_BYTES, min(-(-stop_byte // BLOCK_BYTES), len(self._crcs))
+        at_once = len(view) // self._block_bytes
+        block, end = start_byte // self._block_bytes, min(-(-stop_byte // self._block_bytes), len(self._crcs))
         while block < end:
             if self._verified[block]:
                 block += 1
@@ -314,16 +317,16 @@ class DataFile:
             stop = next(
                 (b for b in range(block, min(end, block + at_once)) if self._verified[b]), min(end, block + at_once)
             )
-            data = view[: min(stop * BLOCK_BYTES, self._data_bytes) - block * BLOCK_BYTES]
-            self.read_bytes(block * BLOCK_BYTES, data)
+            data = view[: min(stop * self._block_bytes, self._data_bytes) - block * self._block_bytes]
+            self.read_bytes(block * self._block_bytes, data)
             for number in range(block, stop):
-                self._compare(number, data[:BLOCK_BYTES])
-                data = data[BLOCK_BYTES:]
+                self._compare(number, data[: self._block_bytes])
+                data = data[self._block_bytes :]
             block = stop
 
     def _compare(self, block: int, data: memoryview) -> None:
         if zlib.crc32(data) != self._crcs[block]:
-            at = self._data_at + block * BLOCK_BYTES
+            at = self._data_at + block * self._block_bytes
             raise CheckpointError(
                 f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they were "
                 f"written. {_ANOTHER}"

@@ -72,7 +72,7 @@ def give_name(path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """After a failed save: the earlier checkpoint is in its place, the hidden folder goes; the next save does the rest."""
+    """After a failed save: the earlier checkpoint gets its place back, the hidden folder goes, as far as that works."""
     with contextlib.suppress(OSError):
         recover(path)
     shutil.rmtree(partial(path), ignore_errors=True)

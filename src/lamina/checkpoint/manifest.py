@@ -92,7 +92,6 @@ class Manifest:
     strategy: str
     created_ns: int  # nanoseconds since 1970, when the manifest was written
     writer: dict[str, str]  # versions of lamina and torch
-    block_bytes: int  # length of the blocks of data that have a checksum each
     files: tuple[FileEntry, ...]
     parameters: dict[str, ParameterEntry]
     ties: dict[str, str]  # further names of a parameter -> the name under which it is stored
@@ -149,7 +148,6 @@ def to_json(manifest: Manifest) -> str:
         "strategy": manifest.strategy,
         "created_ns": manifest.created_ns,
         "writer": manifest.writer,
-        "block_bytes": manifest.block_bytes,
         "files": [{"name": f.name, "bytes": f.size_bytes, "header_crc32": f.header_crc32} for f in manifest.files],
         "parameters": {
             name: {"shape": p.shape, "dtype": p.dtype, "trainable": p.trainable, "pieces": p.pieces}
@@ -246,7 +244,6 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         strategy=body["strategy"],
         created_ns=body["created_ns"],
         writer=body["writer"],
-        block_bytes=body["block_bytes"],
         files=tuple(FileEntry(f["name"], f["bytes"], f["header_crc32"]) for f in body["files"]),
         parameters={
             name: ParameterEntry(

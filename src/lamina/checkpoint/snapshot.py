@@ -30,7 +30,7 @@ from lamina.checkpoint.contents import (
     ties_of,
     whole_tensors,
 )
-from lamina.checkpoint.datafile import BLOCK_BYTES, Draft, Item, lay_out
+from lamina.checkpoint.datafile import Draft, Item, lay_out
 from lamina.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -149,7 +149,6 @@ def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
         strategy=snapshot.runtime.strategy,
         created_ns=time.time_ns(),
         writer=versions(),
-        block_bytes=BLOCK_BYTES,
         files=tuple(written),
         parameters={
             h.name: ParameterEntry(h.spec.shape, dtype_name(h.param.dtype), h.spec.trainable, h.pieces)
