@@ -2,8 +2,8 @@
 
 One call on the ranks runs a whole row of the matrix: starting processes and importing torch would cost more than
 training. World 2 runs every combination of the named strategies; slots (1, 2, 3) and debug mode rotate along the rows,
-so that each pair of strategy and recomputation runs in both modes. World 4, whose ranks share two cores, takes half of the
-accumulations of a named strategy in a row, one in each mode, and worlds 1 and 3 two kinds of recomputation. Triples
+so that each pair of strategy and recomputation runs in both modes. World 4, whose ranks share two cores, takes half of
+the accumulations of a named strategy in a row, one in each mode, and worlds 1 and 3 two kinds of recomputation. Triples
 without a name take one accumulation a row.
 """
 

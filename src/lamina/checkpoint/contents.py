@@ -23,7 +23,8 @@ from lamina.core.mesh import DataMesh
 from lamina.core.strategy import Factors
 from lamina.errors import UsageError
 from lamina.runtime.assemble import Runtime
-from lamina.runtime.unit import PARTS, Unit, local_of
+from lamina.runtime.unit import PARTS, Unit
+from lamina.runtime.unit_gradients import local_of
 
 
 @dataclass(frozen=True, eq=False)

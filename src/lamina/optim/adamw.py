@@ -227,7 +227,7 @@ def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None
             return
         place = home.places[first]
         call.params.append(_real(place.unit.masters[place.segment][start:stop]))
-        call.grads.append(_gradient(place.unit.grads[place.segment][start:stop], call.params[-1]))
+        call.grads.append(_gradient(place.unit.gradients.ranges[place.segment][start:stop], call.params[-1]))
         moments = {key: moment[start - home.start : stop - home.start] for key, moment in home.moments.items()}
     else:
         param = home.params[first]

@@ -155,9 +155,9 @@ def _enter_whole(
     """Enter all parameters of a unit at once, if all are here, flat, and spread alike: the usual case, no loop."""
     unit = ordered[0][2].unit
     members = [number for _, number, _ in ordered]
-    if len(members) != len(unit.params) or len(unit.grad_views) != len(members):
+    if len(members) != len(unit.params) or len(unit.gradients.views) != len(members):
         return False
-    if not all(map(is_, map(_grad, unit.params), unit.grad_views)):
+    if not all(map(is_, map(_grad, unit.params), unit.gradients.views)):
         return False
     if type(unit.params[0]) is not Shard or len(set(map(_reach, unit.params))) != 1:
         return False
@@ -166,7 +166,7 @@ def _enter_whole(
     _close(spread)
     spread.members += members
     at = 0
-    for grad, segment in zip(unit.grads, unit.layout.segments, strict=True):
+    for grad, segment in zip(unit.gradients.ranges, unit.layout.segments, strict=True):
         first, last = ordered[at][2], ordered[at + len(segment.params) - 1][2]
         spread.ranges.append(grad[first.start : last.stop])
         at += len(segment.params)
@@ -181,7 +181,7 @@ def _groups_of(param: Tensor) -> Groups:
 
 
 def _is_flat(param: Tensor, place: Place) -> bool:
-    views = place.unit.grad_views
+    views = place.unit.gradients.views
     return bool(views) and param.grad is views[place.position]
 
 
@@ -195,7 +195,7 @@ def _extend(spread: Spread, place: Place) -> None:
 def _close(spread: Spread) -> None:
     place = spread.last
     if place is not None:
-        spread.ranges.append(place.unit.grads[place.segment][spread.start : place.stop])
+        spread.ranges.append(place.unit.gradients.ranges[place.segment][spread.start : place.stop])
         spread.last = None
 
 

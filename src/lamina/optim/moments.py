@@ -23,7 +23,8 @@ from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
 from lamina.errors import ShardOpError, UsageError
 from lamina.optim.places import Place, local_of
-from lamina.runtime.unit import Unit, gradient_dtype
+from lamina.runtime.unit import Unit
+from lamina.runtime.unit_gradients import gradient_dtype
 
 ABSENT, FLAT, LOOSE = range(3)  # no gradient | in the unit's buffers | to be looked up at every step
 NEVER = -1  # history of a parameter that has not been stepped
@@ -148,10 +149,10 @@ class Home:
     def kinds(self) -> list[int]:
         """For each parameter: ABSENT, FLAT or LOOSE. Local, and quick where all are flat."""
         grads = list(map(_grad, self.params))
-        if self.unit is None or not self.unit.grad_views or not self._has_kernel_dtype:
+        if self.unit is None or not self.unit.gradients.views or not self._has_kernel_dtype:
             return [ABSENT if grad is None else self._loose(i, grad) for i, grad in enumerate(grads)]
         in_place = self._in_place()
-        views = self.unit.grad_views[self._first : self._end]
+        views = self.unit.gradients.views[self._first : self._end]
         if all(in_place) and all(map(is_, grads, views)):
             return self._all_flat
         return [

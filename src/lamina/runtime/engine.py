@@ -85,7 +85,7 @@ class Engine:
     def _drop_stale(self) -> None:
         for unit in self.units:
             if self.gives_back_gradients:
-                unit.give_back_gradients()
+                unit.gradients.give_back()
             if unit.look():
                 self.programs.clear()  # they do not reduce what was frozen
             if unit.plain:

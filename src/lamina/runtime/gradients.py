@@ -53,8 +53,8 @@ class Gradients:
 
     def set_aside(self, unit: Unit) -> None:
         """A plain unit's parameters hold nothing from here to the reduction but what is to be reduced."""
-        unit.fresh = True
-        unit.note_existing_gradients()
+        unit.gradients.fresh = True
+        unit.gradients.note_existing()
         for param in unit.params:
             param.grad = None
 
@@ -96,7 +96,7 @@ class Gradients:
         if unit.index not in phase.reduced:
             phase.reduced.add(unit.index)
             if not unit.plain:
-                unit.note_existing_gradients()
+                unit.gradients.note_existing()
         gradients = self.of(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self.residency.free_home(unit)
         place = self.reducer.stage(unit) if slot is None else slot
@@ -122,7 +122,7 @@ class Gradients:
             if gradient is not None:
                 views.append(place.views[i])
                 values.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
-                unit.touched[i] = True
+                unit.gradients.touched[i] = True
             elif clean and unit.layout.params[i].trainable:
                 place.views[i].zero_()
         if views:
@@ -140,17 +140,17 @@ class Gradients:
         used = self._used_anywhere(complete)
         for index in complete:
             unit = self.units[index]
-            unit.bind_gradients([a or b for a, b in zip(used[index], unit.had, strict=True)])
-            unit.touched = [False] * len(unit.params)
+            unit.gradients.bind([a or b for a, b in zip(used[index], unit.gradients.had, strict=True)])
+            unit.gradients.touched = [False] * len(unit.params)
         for unit in self.units:
-            if unit.plain and unit.fresh and not unit.kept:
-                unit.fresh = False
+            if unit.plain and unit.gradients.fresh and not unit.kept:
+                unit.gradients.fresh = False
                 if unit.index not in complete:
-                    unit.bind_gradients(unit.had)
+                    unit.gradients.bind(unit.gradients.had)
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
         """By unit and parameter: has any rank a gradient? See Note [None or zero]."""
-        here = {index: self.units[index].touched for index in complete}
+        here = {index: self.units[index].gradients.touched for index in complete}
         if self.control.world == 1 or not complete:
             return here
         everyone = self.flags.start(list(chain.from_iterable(here.values())))
@@ -175,5 +175,5 @@ class Gradients:
         factor = self.active_ranks / tokens.to(torch.float64).clamp(min=1)
         with torch.no_grad():
             for index in complete:
-                for grad in self.units[index].grads:
+                for grad in self.units[index].gradients.ranges:
                     grad.mul_(factor.to(grad.real.dtype))

@@ -24,7 +24,8 @@ from lamina.core.control import Control
 from lamina.core.groups import Group
 from lamina.core.lanes import Lanes, Mark
 from lamina.core.slots import Slot, SlotState
-from lamina.runtime.unit import Unit, gradient_dtype
+from lamina.runtime.unit import Unit
+from lamina.runtime.unit_gradients import gradient_dtype
 from lamina.transport.c10d import Transport, as_bytes
 
 Rows = Sequence[Tensor]  # what is to be summed, (numel,) each; one where the sum is made
@@ -148,7 +149,7 @@ class Reducer:
         """
         self.finish()
         unit.reduces += 1
-        unit.make_gradients()
+        unit.gradients.make()
         lane = self.lanes.reduce
         lane.wait(self.lanes.compute.mark())
         with lane.running():
@@ -282,7 +283,7 @@ class Reducer:
                 self._deliver(unit, number, rows, pending.divisor)
         if pending.target == ALL_LEVELS:
             self.partials.pop(unit.index, None)
-            unit.valid = [True] * len(unit.valid)
+            unit.gradients.valid = [True] * len(unit.params)
 
     def _numels_at_grads(self, unit: Unit) -> list[int]:
         return [segment.numel // unit.mesh.factors.grads for segment in unit.layout.segments]
@@ -314,7 +315,7 @@ class Reducer:
 
     def _deliver(self, unit: Unit, number: int, rows: Rows, divisor: int) -> None:
         """Write or add the mean into the gradient range, by parameter."""
-        grad = unit.grads[number]
+        grad = unit.gradients.ranges[number]
         for start, stop, valid in self._runs(unit, number):
             if stop - start == grad.numel():
                 self._add_rows(grad, rows, divisor, valid)
@@ -343,7 +344,7 @@ class Reducer:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""
         before = sum(len(segment.params) for segment in unit.layout.segments[:number])
         segment = unit.layout.segments[number]
-        valid = unit.valid[before : before + len(segment.params)]
+        valid = unit.gradients.valid[before : before + len(segment.params)]
         if all(valid) or not any(valid):
             return [(0, segment.range_numel, valid[0])]
         runs, index = [], unit.mesh.range_index

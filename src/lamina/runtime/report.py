@@ -69,7 +69,7 @@ def report(model: nn.Module) -> Report:
     engine = runtime.engine
     memory = {
         "masters": sum(m.nbytes for unit in runtime.units for m in unit.masters),
-        "gradients": sum(g.untyped_storage().nbytes() for unit in runtime.units for g in unit.grads),
+        "gradients": sum(g.untyped_storage().nbytes() for unit in runtime.units for g in unit.gradients.ranges),
         "slots": runtime.arena.nbytes,
         "published": sum(p.nbytes for unit in runtime.units for p in unit.published),
         "overflow": sum(s.buffer.untyped_storage().nbytes() for unit in runtime.units for s in unit.overflow),

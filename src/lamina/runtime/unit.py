@@ -1,4 +1,4 @@
-"""One unit at work: its persistent parameters, masters and gradients, and the exchange with the full parameters.
+"""One unit at work: its persistent parameters and masters, and the exchange with the full parameters.
 
 `UnitPlan` and `UnitLayout` say which parameters belong together and where they lie; this object holds the tensors. The
 user's own Parameter objects stay outside compute (`Shard`s, or plain where the optimizer state is not split); inside a
@@ -6,7 +6,7 @@ use the modules see the full parameters of a slot.
 
 Note [Whose memory]
     masters[s]  (S,)  this rank's range of segment s, in master dtype; the optimizer writes it at any time
-    grads[s]    (S,)  the same range of the gradient, float32 or wider; p.grad is a view of it
+    gradients.ranges[s] (S,) the same range of the gradient; see unit_gradients.py
     published[s] (P,) compute-dtype copy of the wider range that the gathers read, only where optimizer state is split
                       further than parameters
     A *plain* unit (optimizer state not split, computed in master dtype) has no copies: its full parameters are the
@@ -15,10 +15,8 @@ Note [Whose memory]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from operator import attrgetter, is_
 
 import torch
@@ -33,11 +31,11 @@ from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged
+from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, refresh_flat_weights, windows_of
 
-_is_trainable, _grad_of, _local_of = attrgetter("requires_grad"), attrgetter("grad"), attrgetter("local")
-_hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("local")
 
 
 class Unit:
@@ -77,17 +75,9 @@ class Unit:
         self.alive_uses = 0  # forward visits whose graph may still be run backward
         self.gathers = self.reduces = self.overflows = 0
         self.recurrent: list[nn.RNNBase] = []  # modules that hold a list of their weights beside the dict
+        self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
         self.masters: list[Tensor] = []
         self.published: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.grad_views: list[Tensor] = []  # what p.grad is, in layout order; empty where frozen
-        self._grad_locals: list[Tensor] = []  # their `.local`, where they are Shards
-        self._grads_are_away = False  # their memory is with the allocator
-        self.had = [False] * len(self.params)  # p.grad was there when the current backward first reduced
-        self.valid = [False] * len(self.params)  # the gradient buffer holds this parameter's accumulated gradient
-        self.earlier: dict[int, Tensor] = {}  # gradients kept apart while tensor hooks see the new ones
-        self.touched = [False] * len(self.params)  # this rank contributed in the current backward
-        self.fresh = False  # plain units: p.grad holds this backward's gradients only
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
 
     @property
@@ -231,14 +221,11 @@ class Unit:
                     f"kept in {spec.master}, too coarse for an optimizer. Set requires_grad before lamina.shard() and "
                     "freeze it afterwards, or shard the model anew"
                 )
-        before, self.layout = self.layout, self.layout.thawed(positions)
+        self.layout = self.layout.thawed(positions)
         for slot in self.slots:
             slot.layout = self.layout
         self.trainable, self.expected = True, [spec.trainable for spec in self.layout.params]
-        if self.grads:
-            for number, (old, new) in enumerate(zip(before.segments, self.layout.segments, strict=True)):
-                if new.trainable and not old.trainable:
-                    self._make_gradient(number)
+        self.gradients.thaw(self.layout)
 
     def check_masters(self) -> None:
         """Raise if a parameter was cast or moved; take back values that were given other memory."""
@@ -293,120 +280,6 @@ class Unit:
                     position += 1
         self.dirty.mark()
 
-    # ---- gradients ---------------------------------------------------------------------------------------------
-
-    def make_gradients(self) -> None:
-        """Allocate the gradient ranges, once."""
-        if self.grads:
-            if self._grads_are_away:
-                for grad in self.grads:
-                    grad.untyped_storage().resize_(grad.numel() * grad.itemsize)
-                self._grads_are_away = False
-            return
-        nothing = torch.empty(0, device=self.mesh.device)
-        self.grads = [nothing] * len(self.layout.segments)
-        self.grad_views = [nothing] * len(self.params)
-        self._grad_locals = [nothing] * (len(self.params) if self.communicates else 0)
-        for number in range(len(self.layout.segments)):
-            self._make_gradient(number)
-
-    def give_back_gradients(self) -> None:
-        """Give the memory of gradients that nobody has any more back to the allocator, until the next reduction."""
-        if not self.grads or self._grads_are_away:
-            return
-        with AS_PLAIN():
-            if any(grad is not None for grad in map(_grad_of, self.params)):
-                return
-        held = self._held_elsewhere() or ()
-        for position, is_held in enumerate(held):
-            if is_held:
-                self._leave_to_the_user(position)
-        for grad in self.grads:
-            grad.untyped_storage().resize_(0)
-        self._grads_are_away = True
-
-    def _make_gradient(self, number: int) -> None:
-        """The gradient range of one segment, and the views of it that p.grad will be."""
-        segment, index = self.layout.segments[number], self.mesh.range_index
-        numel = segment.range_numel if segment.trainable else 0
-        grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.mesh.device)
-        self.grads[number] = grad
-        first = sum(len(before.params) for before in self.layout.segments[:number])
-        for i, spec in enumerate(segment.params):
-            start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
-            offset = segment.offset_in_range(i, index)
-            local = grad[offset : offset + stop - start]
-            param = self.params[first + i]
-            if isinstance(param, Shard):
-                self.grad_views[first + i] = Shard(local, param.spec.derived)
-                self._grad_locals[first + i] = local
-            else:
-                self.grad_views[first + i] = local.view(spec.shape) if segment.trainable else local
-
-    def note_existing_gradients(self) -> None:
-        """Before the first reduction of a backward: which gradients are there to be added to."""
-        self.make_gradients()
-        held = self._held_elsewhere()
-        with AS_PLAIN():
-            grads = list(map(_grad_of, self.params))
-        for i, grad in enumerate(grads):
-            self.valid[i] = self.had[i] = grad is not None
-            if grad is None:
-                if held is not None and held[i]:
-                    self._leave_to_the_user(i)
-                continue
-            if not self.plain and self.params[i]._backward_hooks:
-                self.valid[i] = False  # hooks are to see the new gradient alone
-                self.earlier[i] = local_of(grad).clone()
-            view = self.grad_views[i]
-            if grad is not view:
-                local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
-
-    def _held_elsewhere(self) -> list[bool] | None:
-        """Which gradients anybody else refers to, as the object or as its `.local`; None: none of them."""
-        views = list(map(sys.getrefcount, self.grad_views))
-        locals_ = list(map(sys.getrefcount, self._grad_locals))
-        if views.count(_ALONE) == len(views) and locals_.count(_ALONE_LOCAL) == len(locals_):
-            return None
-        return [v > _ALONE or p > _ALONE_LOCAL for v, p in zip_longest(views, locals_, fillvalue=0)]
-
-    def _leave_to_the_user(self, position: int) -> None:
-        """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
-        view = self.grad_views[position]
-        if isinstance(view, Shard):
-            place = view.local
-            view.local = place.clone()
-            self.grad_views[position] = Shard(place, view.spec)
-            self._grad_locals[position] = place
-        else:
-            place = view.detach()
-            view.set_(view.clone().untyped_storage(), 0, view.shape, view.stride())
-            self.grad_views[position] = place
-
-    def bind_gradients(self, used: Sequence[bool]) -> None:
-        """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
-        with AS_PLAIN():
-            for param, grad, is_used in zip(self.params, self.grad_views, used, strict=True):
-                if is_used and param.grad is not grad:
-                    param.grad = grad
-            hooked = not self.plain and (any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params)))
-        if hooked:
-            for position, is_used in enumerate(used):
-                if is_used:
-                    self._call_hooks(position, self.params[position], self.grad_views[position])
-
-    def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
-        """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
-        for hook in list((param._backward_hooks or {}).values()):
-            changed = hook(grad)
-            if changed is not None and changed is not grad:
-                local_of(grad).copy_(local_of(changed))
-        earlier = self.earlier.pop(position, None)
-        if earlier is not None:
-            local_of(grad).add_(earlier)
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            hook(param)
-
 
 def give_memory(param: nn.Parameter, value: Tensor) -> None:
     """Let a plain parameter lie in `value`, which may have another dtype or device (one on meta has no memory yet)."""
@@ -420,32 +293,12 @@ def give_memory(param: nn.Parameter, value: Tensor) -> None:
         param.grad = grad.to(param.device, param.dtype)
 
 
-def _references_when_alone() -> tuple[int, int]:
-    """What `sys.getrefcount`, mapped over a list, says of a view and of its local tensor that nobody else holds."""
-    shard = Shard(torch.zeros(1), ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None))
-    views, locals_ = [shard], [shard.local]
-    del shard
-    return next(map(sys.getrefcount, views)), next(map(sys.getrefcount, locals_))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, Shard) else tensor
-
-
-def gradient_dtype(master: torch.dtype) -> torch.dtype:
-    """Gradients are summed in float32, or in the master's dtype where that is wider."""
-    if not master.is_floating_point and not master.is_complex:
-        return master
-    return torch.float32 if master.itemsize == 1 else torch.promote_types(master, torch.float32)  # no float8 promotes
-
-
 def _further_axes(param: nn.Parameter) -> tuple[tuple, GlobalSpec | None]:
     """Groups and global shape of a parameter that is itself a part of something larger (tensor parallelism)."""
     part = PARTS.get(param)
     return ((part[0],), part[1]) if part is not None else ((), None)
 
 
-_ALONE, _ALONE_LOCAL = _references_when_alone()
 PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (group, GlobalSpec)
 
 

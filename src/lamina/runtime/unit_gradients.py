@@ -1,0 +1,183 @@
+"""Gradients of one unit on this rank: the ranges that reductions write, and `p.grad` as views of them.
+
+torch makes a gradient's memory anew at every backward. Here one range a segment stays, what the optimizer and the norm
+read is contiguous, and `p.grad` is bound to the same objects each time. What torch promises holds all the same: a
+gradient that somebody still refers to keeps its values, and hooks on parameters see what they would see there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import zip_longest
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.layout import UnitLayout
+from lamina.core.shard_spec import ShardSpec
+from lamina.core.shard_tensor import AS_PLAIN, Shard
+
+_grad_of = attrgetter("grad")
+_hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+class UnitGradients:
+    """Ranges, views and what is known of each parameter's gradient, in layout order."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], layout: UnitLayout, device: torch.device, range_index: int, plain: bool
+    ) -> None:
+        self.params, self.layout, self.device, self.range_index = params, layout, device, range_index
+        self.plain = plain  # autograd writes p.grad itself
+        self.ranges: list[Tensor] = []  # by segment, (S,) of the gradient, float32 or wider; empty until the first
+        self.views: list[Tensor] = []  # what p.grad is; empty where frozen
+        self._locals: list[Tensor] = []  # their `.local`, where they are Shards
+        self._are_away = False  # their memory is with the allocator
+        self.had = [False] * len(params)  # p.grad was there when the current backward first reduced
+        self.valid = [False] * len(params)  # the range holds this parameter's accumulated gradient
+        self.earlier: dict[int, Tensor] = {}  # kept apart while tensor hooks see the new ones
+        self.touched = [False] * len(params)  # this rank contributed in the current backward
+        self.fresh = False  # plain: p.grad holds this backward's gradients only
+
+    def make(self) -> None:
+        """Allocate the gradient ranges, once."""
+        if self.ranges:
+            if self._are_away:
+                for grad in self.ranges:
+                    grad.untyped_storage().resize_(grad.numel() * grad.itemsize)
+                self._are_away = False
+            return
+        nothing = torch.empty(0, device=self.device)
+        self.ranges = [nothing] * len(self.layout.segments)
+        self.views = [nothing] * len(self.params)
+        self._locals = [nothing] * sum(isinstance(param, Shard) for param in self.params)
+        for number in range(len(self.layout.segments)):
+            self._make_range(number)
+
+    def thaw(self, layout: UnitLayout) -> None:
+        """Segments of the same places may have become trainable."""
+        before, self.layout = self.layout, layout
+        for number, (old, new) in enumerate(zip(before.segments, layout.segments, strict=True)):
+            if self.ranges and new.trainable and not old.trainable:
+                self._make_range(number)
+
+    def give_back(self) -> None:
+        """Give the memory of gradients that nobody has any more back to the allocator, until the next reduction."""
+        if not self.ranges or self._are_away:
+            return
+        with AS_PLAIN():
+            if any(grad is not None for grad in map(_grad_of, self.params)):
+                return
+        held = self._held_elsewhere() or ()
+        for position, is_held in enumerate(held):
+            if is_held:
+                self._leave_to_the_user(position)
+        for grad in self.ranges:
+            grad.untyped_storage().resize_(0)
+        self._are_away = True
+
+    def _make_range(self, number: int) -> None:
+        """The gradient range of one segment, and the views of it that p.grad will be."""
+        segment, index = self.layout.segments[number], self.range_index
+        numel = segment.range_numel if segment.trainable else 0
+        grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.device)
+        self.ranges[number] = grad
+        first = sum(len(before.params) for before in self.layout.segments[:number])
+        for i, spec in enumerate(segment.params):
+            start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
+            offset = segment.offset_in_range(i, index)
+            local = grad[offset : offset + stop - start]
+            param = self.params[first + i]
+            if isinstance(param, Shard):
+                self.views[first + i] = Shard(local, param.spec.derived)
+                self._locals[first + i] = local
+            else:
+                self.views[first + i] = local.view(spec.shape) if segment.trainable else local
+
+    def note_existing(self) -> None:
+        """Before the first reduction of a backward: which gradients are there to be added to."""
+        self.make()
+        held = self._held_elsewhere()
+        with AS_PLAIN():
+            grads = list(map(_grad_of, self.params))
+        for i, grad in enumerate(grads):
+            self.valid[i] = self.had[i] = grad is not None
+            if grad is None:
+                if held is not None and held[i]:
+                    self._leave_to_the_user(i)
+                continue
+            if not self.plain and self.params[i]._backward_hooks:
+                self.valid[i] = False  # hooks are to see the new gradient alone
+                self.earlier[i] = local_of(grad).clone()
+            view = self.views[i]
+            if grad is not view:
+                local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
+
+    def _held_elsewhere(self) -> list[bool] | None:
+        """Which gradients anybody else refers to, as the object or as its `.local`; None: none of them."""
+        views = list(map(sys.getrefcount, self.views))
+        locals_ = list(map(sys.getrefcount, self._locals))
+        if views.count(_ALONE) == len(views) and locals_.count(_ALONE_LOCAL) == len(locals_):
+            return None
+        return [v > _ALONE or p > _ALONE_LOCAL for v, p in zip_longest(views, locals_, fillvalue=0)]
+
+    def _leave_to_the_user(self, position: int) -> None:
+        """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
+        view = self.views[position]
+        if isinstance(view, Shard):
+            place = view.local
+            view.local = place.clone()
+            self.views[position] = Shard(place, view.spec)
+            self._locals[position] = place
+        else:
+            place = view.detach()
+            view.set_(view.clone().untyped_storage(), 0, view.shape, view.stride())
+            self.views[position] = place
+
+    def bind(self, used: Sequence[bool]) -> None:
+        """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
+        with AS_PLAIN():
+            for param, grad, is_used in zip(self.params, self.views, used, strict=True):
+                if is_used and param.grad is not grad:
+                    param.grad = grad
+            hooked = not self.plain and (any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params)))
+        if hooked:
+            for position, is_used in enumerate(used):
+                if is_used:
+                    self._call_hooks(position, self.params[position], self.views[position])
+
+    def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
+        """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
+        for hook in list((param._backward_hooks or {}).values()):
+            changed = hook(grad)
+            if changed is not None and changed is not grad:
+                local_of(grad).copy_(local_of(changed))
+        earlier = self.earlier.pop(position, None)
+        if earlier is not None:
+            local_of(grad).add_(earlier)
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            hook(param)
+
+
+def _references_when_alone() -> tuple[int, int]:
+    """What `sys.getrefcount`, mapped over a list, says of a view and of its local tensor that nobody else holds."""
+    shard = Shard(torch.zeros(1), ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None))
+    views, locals_ = [shard], [shard.local]
+    del shard
+    return next(map(sys.getrefcount, views)), next(map(sys.getrefcount, locals_))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, Shard) else tensor
+
+
+def gradient_dtype(master: torch.dtype) -> torch.dtype:
+    """Gradients are summed in float32, or in the master's dtype where that is wider."""
+    if not master.is_floating_point and not master.is_complex:
+        return master
+    return torch.float32 if master.itemsize == 1 else torch.promote_types(master, torch.float32)  # no float8 promotes
+
+
+_ALONE, _ALONE_LOCAL = _references_when_alone()
