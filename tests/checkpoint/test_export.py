@@ -40,7 +40,7 @@ def read_everything(folder: str, strategy: Any) -> list[bool]:
 
 
 def test_folders_are_split_cast_and_read_back_into_any_layout(tmp_path: Path) -> None:
-    for world, strategy in ((1, "ddp"), (2, "zero3"), (4, lamina.Strategy(2, 2, 2))):
+    for world, strategy in ((2, "zero3"), (4, lamina.Strategy(2, 2, 2))):
         folder = tmp_path / str(world)
         values = run_ranks(world, export_everything, str(folder), strategy)[0]
         names = values.keys() - {"not_kept"}
@@ -60,7 +60,7 @@ def test_folders_are_split_cast_and_read_back_into_any_layout(tmp_path: Path) ->
                 wanted = values[key].bfloat16() if values[key].is_floating_point() else values[key]
                 assert value.dtype is wanted.dtype and torch.equal(value, wanted)
         assert total == index["metadata"]["total_size"]
-    for world, strategy in ((1, "ddp"), (2, "zero1"), (4, "zero3")):
+    for world, strategy in ((1, "ddp"), (2, "zero1")):
         assert all(map(all, run_ranks(world, read_everything, str(tmp_path / "2"), strategy)))
 
 

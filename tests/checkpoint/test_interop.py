@@ -71,7 +71,7 @@ def in_torch(path: str) -> dict[str, torch.Tensor]:
 
 def test_files_of_one_process_both_ways(tmp_path: Path) -> None:
     wanted = run_ranks(1, one_process, str(tmp_path / "file.pt"))[0]
-    for world, strategy, kind in ((2, "zero3", "lamina"), (4, lamina.Strategy(2, 2, 4), "torch")):
+    for world, strategy, kind in ((2, "zero3", "lamina"), (2, lamina.Strategy(1, 1, 2), "torch")):
         for values, extra in run_ranks(world, go_on, str(tmp_path / "file.pt"), strategy, kind):
             assert largest_difference(values, wanted) < TOLERANCE and extra == {"step": 2}
     run_ranks(2, save_there, str(tmp_path / "ours"), "zero2")
@@ -164,7 +164,7 @@ def go_on_in_fsdp2(path: str) -> dict[str, torch.Tensor]:
 
 def test_fsdp2_jobs_go_on_here_and_ours_there(tmp_path: Path) -> None:
     wanted = run_ranks(2, save_fsdp2, str(tmp_path / "theirs"))[0]
-    for world in (1, 2, 4):
+    for world in (1, 2):
         for values in run_ranks(world, go_on_from_fsdp2, str(tmp_path / "theirs")):
             assert largest_difference(values, wanted) < TOLERANCE
     run_ranks(2, save_for_fsdp2, str(tmp_path / "ours"))

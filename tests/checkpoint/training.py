@@ -126,7 +126,7 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
     assert found.keys() == expected.keys()
     worst = 0.0
     for name, value in found.items():
-        mine, other = value.detach(), expected[name]
+        mine, other = value.detach(), expected[name].detach()
         if isinstance(value, lamina.Shard):
             mine, other = value.local.detach(), other.reshape(-1)[value.start : value.stop]
         assert mine.shape == other.shape, name

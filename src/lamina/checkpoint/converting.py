@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,7 +184,9 @@ def write_dcp(found: Everything, target: Path) -> None:
             "param_groups": groups,
         }
     folder = folders.prepare(target)
-    dcp.save(saved, checkpoint_id=str(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process only, which is meant
+        dcp.save(saved, checkpoint_id=str(folder), no_dist=True)
     folders.give_name(target)
 
 
