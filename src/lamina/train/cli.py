@@ -23,7 +23,9 @@ from lamina.errors import LaminaError, LaunchError, UsageError
 from lamina.launch import CPU_RANKS, launch
 from lamina.train.config import Config, read_toml, to_toml
 from lamina.train.documents import read_documents
+from lamina.train.export import find_gpt
 from lamina.train.folder import next_folder
+from lamina.train.pretrained import open_folder
 from lamina.train.resolve import Machine, resolve
 from lamina.train.run import Request, run
 from lamina.train.view import RelayReader, open_view
@@ -82,6 +84,8 @@ def _train(argv: list[str]) -> int:
         return 0
     if config.data is not None:
         read_documents(config.data)  # what is wrong with it is said before anything is started
+    if config.model is not None and find_gpt(Path(config.model).expanduser()) is None:
+        open_folder(config.model)  # and the hub is asked once
     if config.output is None:
         config = replace(config, output=str(next_folder(Path("runs"))))
     if config.sharding.device == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lamina.errors import LaminaError, UsageError
 from lamina.runtime.agreement import together
 from lamina.runtime.environment import initialise_distributed
 from lamina.runtime.report import readable_bytes, report
+from lamina.runtime.scopes import keep
 from lamina.train.agreed import on_rank_0
 from lamina.train.config import Config, to_toml
 from lamina.train.export import (
@@ -33,12 +35,13 @@ from lamina.train.job import Job, build_job
 from lamina.train.loggers import Log, open_logger
 from lamina.train.loop import Training
 from lamina.train.lora import read_rank
-from lamina.train.memory import memory_table
+from lamina.train.memory import device_memory_bytes, memory_table
 from lamina.train.resolve import Machine
 from lamina.train.sampling import sample
 from lamina.train.view import Relay, Silent, View, open_view
 
 SAMPLE_TOKENS = {"bytes": 240, "words": 60}
+KEEP_PART = 4  # a quarter of the memory may hold the whole model for a moment
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,15 @@ def _sample(job: Job) -> str:
     count = asked if asked is not None else SAMPLE_TOKENS["bytes" if job.opened is None else "words"]
     if not count:
         return ""
-    return sample(job.objective, job.codec, job.prompt, count, job.config.batches.length or 1, job.device)
+    with keep(job.model) if _fits_whole(job) else nullcontext():
+        return sample(job.objective, job.codec, job.prompt, count, job.config.batches.length or 1, job.device)
+
+
+def _fits_whole(job: Job) -> bool:
+    """Whether the model may stay gathered while it writes; otherwise every token gathers it once more. Collective."""
+    whole_bytes = job.sizes.numel * job.sizes.compute_bytes
+    here = device_memory_bytes(job.device, job.control.world) // KEEP_PART
+    return all(row[0] > whole_bytes for row in job.control.exchange([here]))
 
 
 # -- what is shown

@@ -1,0 +1,113 @@
+"""The command as a user types it: processes, signals, exit codes, and what is on the screen."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import lamina
+from lamina import cli
+from lamina.train.view import Plain, Progress, Relay, RelayReader, Terminal
+from train.runs import losses, write_text
+
+LAMINA = [sys.executable, "-u", "-m", "lamina.cli"]
+SMALL = "--width 16 --layers 2 --heads 2 --length 16 --batch 4 --evaluate-batches 1 --sample-tokens 0 --nprocs 2"
+
+
+def start(arguments: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.Popen(
+        [*LAMINA, *arguments], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
+    """Through the launcher, whose ranks it has to reach; then again what it says to type."""
+    data = write_text(tmp_path)
+    run = start(["train", "--data", data.name, *SMALL.split(), "--steps", "100000"], tmp_path)
+    alarm = threading.Timer(100, run.kill)  # a command that never ends fails here
+    alarm.start()
+    shown = []
+    assert run.stdout is not None
+    for line in run.stdout:
+        shown.append(line)
+        if "tokens/s" in line:
+            run.send_signal(signal.SIGINT)
+            break
+    shown += run.stdout.readlines()
+    code = run.wait()
+    alarm.cancel()
+    text = "".join(shown)
+    assert code == 130 and "stopped by SIGINT behind step" in text, text
+    assert "lamina train --resume runs/1" in text and "Traceback" not in text
+    checkpoint = lamina.latest(str(tmp_path / "runs" / "1" / "checkpoints"))
+    assert checkpoint is not None and max(losses(tmp_path / "runs" / "1")) == int(checkpoint[-6:])
+
+
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    """Found by the ranks, said once, without a traceback."""
+    data = write_text(tmp_path, lines=1)
+    run = start(["train", "--data", data.name, *SMALL.split()], tmp_path)
+    out, _ = run.communicate(timeout=100)
+    assert run.returncode == 1 and out.startswith("lamina train: sums.txt: ") and out.count("\n") == 1, out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        run = start(["train", *SMALL.split()[:-2]], tmp_path, **variables)
+        out, _ = run.communicate(timeout=100)
+    assert run.returncode == 1 and "the ranks cannot meet" in out and "--master-port" in out and port in out, out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "did you mean `lamina train`?"),
+        (["doctor"], "not built yet"),
+        (["train", "missing.toml"], "missing.toml"),
+        (["train", "--data", "missing.txt"], "missing.txt"),
+        (["train", "--device", "cuda", "--nprocs", "99"], "cuda" if not os.path.exists("/dev/nvidia0") else "99"),
+        (["train", "--resume", "missing"], "run.toml"),
+        (["train", "--model", "missing/folder/here"], "no such folder"),
+        (["sample", "missing"], "missing"),
+    ],
+)
+def test_mistakes_that_need_no_rank(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) in (1, 2)
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_rank_0_shows_reaches_the_launching_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def show(view: Plain | Relay | Terminal) -> None:
+        view.say("a line [with brackets]")
+        view.table("memory", [["", "here"], ["slots", "3 B"]])
+        view.progress(Progress(3, 10, 1.25, 4000.0, 1 << 20, 61.0))
+        view.close()
+
+    direct, relayed = io.StringIO(), io.StringIO()
+    show(Plain(direct))
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", RelayReader(Plain(relayed)))
+        show(Relay())
+        print("of a library")
+    assert relayed.getvalue() == direct.getvalue() + "of a library\n"
+    assert "step  3/10" in direct.getvalue() and "1:01 left" in direct.getvalue()
+    screen = io.StringIO()
+    show(Terminal(screen))
+    for word in ("[with brackets]", "slots", "3 B"):
+        assert word in screen.getvalue()
