@@ -1,6 +1,6 @@
-"""Parameters of every kind train as in one process: reparametrised, recurrent, odd in shape or dtype, quantised, sparse.
+"""Parameters of every kind train as in one process: reparametrised, recurrent, of odd shape or dtype, quantised.
 
-tests/parity/test_structures.py has LoRA, ties, experts, one unit of mixed kinds and batch norm; here are the neighbours.
+LoRA, ties, experts, a unit of mixed kinds and batch norm are in tests/parity/test_structures.py; here are the others.
 """
 
 from __future__ import annotations

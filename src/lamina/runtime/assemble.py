@@ -118,8 +118,13 @@ def draw_blueprint(
 
 
 def _refuse_split(params: Sequence[nn.Parameter], plan: UnitPlan, mesh: DataMesh) -> None:
-    """A part of a larger parameter must be a `Shard`, or torch's clipping counts it as a whole one."""
+    """What others have split already; a part of a larger one must be a `Shard`, or torch clips it as a whole one."""
     for name, param in zip(plan.parameters, params, strict=True):
+        if type(param).__name__ == "DTensor":
+            raise UsageError(
+                f"`{name}` is a DTensor, distributed by torch already: leave out fully_shard() or distribute_module(), "
+                "or say which part of a tensor-parallel parameter this rank holds with lamina.split_parameter"
+            )
         if param in PARTS and mesh.factors.optimizer == 1 and mesh.world > 1:
             raise UsageError(
                 f"`{name}` is a part of a larger parameter (lamina.split_parameter) and stays plain where optimizer "

@@ -18,6 +18,7 @@ from lamina.core.control import Control
 from lamina.errors import StateError
 from lamina.runtime.assemble import RUNTIMES, Runtime, build_engine, build_units_of_copy, place_slots, register_hooks
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
+from lamina.runtime.newcomers import Newcomers
 from lamina.runtime.publishing import open_peers
 
 
@@ -90,6 +91,9 @@ def attach(runtime: Runtime) -> None:
     model = runtime.model()
     if model is not None:
         runtime.control.follow(model)
+        if runtime.mesh.world > 1:
+            owned = [param for unit in runtime.units for param in unit.params]
+            runtime.engine.newcomers = Newcomers(model, owned)
     for hooks in runtime.hooks.values():
         hooks.copy = lambda memo, runtime=runtime: copied_hooks(runtime, memo)
 

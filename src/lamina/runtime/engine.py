@@ -31,6 +31,7 @@ from lamina.errors import StateError
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.gradients import Gradients
 from lamina.runtime.lockstep import Lockstep
+from lamina.runtime.newcomers import Newcomers
 from lamina.runtime.phase import Key, Kind, Phase, Recorded
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
@@ -64,6 +65,7 @@ class Engine:
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
         self.lockstep = Lockstep(control, [unit.name for unit in units])
         self.programs: dict[Key, Recorded] = {}
+        self.newcomers: Newcomers | None = None  # parameters beside the units'
         self.phase: Phase | None = None
         self.phases = 0
         self.resident: frozenset[int] = frozenset()  # agreed: units whose home holds weights on every rank
@@ -78,6 +80,8 @@ class Engine:
             self.phase = None
             self.residency.clear()
         self.last_forward = next(_forwards)
+        if self.newcomers is not None:
+            self.newcomers.check()
         self._drop_stale()
         self._open(Key(Kind.FORWARD, torch.is_grad_enabled(), entry, self.resident), owner)
         self.gatherer.publish(self.units)

@@ -6,6 +6,7 @@ read are there) and the last after it. A forward that raises leaves by the same 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import weakref
@@ -55,6 +56,12 @@ class ModuleHooks:
         assert self.copy is not None
         return self.copy(memo)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            f"a sharded {self.title} cannot be pickled, as its memory is spread over ranks: save it with "
+            "`lamina.save(path, model)`, or pickle `model.state_dict()` inside `with lamina.gathered(model):`"
+        )
+
     def _register(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
@@ -87,6 +94,7 @@ class ModuleHooks:
         owns = engine.phase is None or engine.is_stale()
         error = sys.exc_info()[1]
         if owns:
+            refuse_transforms(self.title)
             engine.begin_forward(self, f"{self.title}.{entry}")
         slots: list[Slot | None] = []
         self.frames.append(Frame(module, owns, slots, [], 0, error, next(_moments)))
@@ -131,9 +139,9 @@ class ModuleHooks:
         for unit, slot in zip(self.units, frame.slots, strict=True):
             use = Use(unit, slot, frame.input_count, frame.opened, closed)
             for node in frame.inputs:
-                hook_of(node, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
+                hook_of(node, engine, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
             for node in nodes:
-                hook_of(node, engine.begin_use, engine.end_use).begins.append(use)
+                hook_of(node, engine, engine.begin_use, engine.end_use).begins.append(use)
 
     def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""
@@ -156,6 +164,19 @@ def _storage(tensor: Tensor) -> int | None:
         return None
 
 
+def refuse_transforms(title: str) -> None:
+    """`torch.func.grad` and its kin differentiate by wrapping every tensor, and forbid gathering inside."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    if top is not None and top.key() in _DIFFERENTIATING:
+        raise StateError(
+            f"{title} was called inside torch.func.{top.key().name.lower()}, which cannot see through gathered "
+            "weights: use loss.backward(), or torch.autograd.grad and torch.autograd.functional on inputs"
+        )
+
+
+_DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+
+
 class EntryPoint:
     """A method of the model that runs compute: its call is a root forward like any other."""
 
@@ -164,7 +185,8 @@ class EntryPoint:
         self.__name__, self.__doc__ = name, getattr(type(module), name).__doc__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryPoint:
-        return self  # replaced when the copied model gets its runtime
+        """The same method of the copied model, which gets its runtime at the first call of any."""
+        return EntryPoint(copy.deepcopy(self.hooks, memo), memo[id(self.module())], self.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, hooks = self.module(), self.hooks

@@ -31,7 +31,6 @@ from lamina.runtime.unit import Unit
 
 PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 MAXIMAL_DEPTH = 6
-NODE_KEY = "lamina"
 
 
 class Use:
@@ -71,7 +70,7 @@ class Use:
 
 
 class NodeHook:
-    """All begins and ends that lamina has on one autograd node."""
+    """All begins and ends that one sharded model has on one autograd node: the output of one may be another's input."""
 
     __slots__ = ("begins", "ends", "begin", "end")
 
@@ -89,11 +88,11 @@ class NodeHook:
             self.begin(use)
 
 
-def hook_of(node: Any, begin: Callable[[Use], None], end: Callable[[Use], None]) -> NodeHook:
-    """The hook on `node`, registered the first time."""
-    hook = node.metadata.get(NODE_KEY)
+def hook_of(node: Any, owner: object, begin: Callable[[Use], None], end: Callable[[Use], None]) -> NodeHook:
+    """The hook of the model run by `owner` on `node`, registered the first time."""
+    hook = node.metadata.get(owner)
     if hook is None:
-        hook = node.metadata[NODE_KEY] = NodeHook(begin, end)
+        hook = node.metadata[owner] = NodeHook(begin, end)
         node.register_prehook(hook)
     return hook
 

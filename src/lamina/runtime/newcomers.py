@@ -1,0 +1,63 @@
+"""Parameters that joined the model after `shard()`: adapters, replaced heads, ignored ones that begin to train.
+
+Nothing would average their gradients: each rank would train its own, without an error. torch tells of every parameter
+and module that is registered anywhere in the process, so that a forward looks only when there is something to see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from lamina.errors import ParameterChanged
+
+
+class _Registrations:
+    count = 0
+    is_counting = False
+
+
+def _note(*_: Any) -> None:
+    _Registrations.count += 1
+
+
+def _count() -> None:
+    if not _Registrations.is_counting:
+        _Registrations.is_counting = True
+        register_module_parameter_registration_hook(_note)
+        register_module_module_registration_hook(_note)
+
+
+class Newcomers:
+    """What one sharded model holds beside the parameters of its units."""
+
+    def __init__(self, model: nn.Module, owned: Iterable[nn.Parameter]) -> None:
+        _count()
+        self.model = weakref.ref(model)
+        self.owned = frozenset(map(id, owned))
+        self.seen = -1  # registrations in the process when this last looked
+        self.others: list[tuple[str, nn.Parameter]] = []
+
+    def check(self) -> None:
+        """Before a root forward: raise for a parameter in no unit that wants a gradient."""
+        model = self.model()
+        if self.seen != _Registrations.count and model is not None:
+            self.seen = _Registrations.count
+            self.others = [(name, p) for name, p in model.named_parameters() if id(p) not in self.owned]
+        if not self.others or not torch.is_grad_enabled():
+            return
+        for name, param in self.others:
+            if param.requires_grad:
+                raise ParameterChanged(
+                    f"`{name}` requires a gradient but belongs to no unit: it was added or replaced after "
+                    "lamina.shard(), or ignored there, and its gradient would not be averaged over ranks. Build it "
+                    f"before lamina.shard(), or type `model.get_parameter({name!r}).requires_grad_(False)`"
+                )

@@ -1,0 +1,314 @@
+"""Copies of a sharded model, moving averages, parameters that come late, and other libraries' wrappers.
+
+Optimizers made at any time, edits and replaced parameters are in tests/parity/test_misuse.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import lamina
+from cases.training import TOLERANCE, WIDTH, batch_of
+from harness import expect_error, run_ranks
+from parity.reference import gradient_deviation, parameter_deviation
+from parity.structures import Chain
+from parity.test_misuse import sharded
+from parity.test_outputs import grads, linears, own_step, reference_step, seeded, values
+
+WAYS = [("zero3", "c10d"), ("zero1", "c10d"), ("zero3", "peer"), ("ddp", "c10d")]
+
+
+def train(pair: tuple[nn.Module, nn.Module], step: int, lr: float = 0.1) -> None:
+    for model, take in zip(pair, (reference_step, own_step), strict=True):
+        model.zero_grad()
+        take(model, step)
+        torch.optim.SGD(model.parameters(), lr=lr).step()
+        model.zero_grad()
+
+
+def ema_by_hand(average: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for e, p in zip(average.parameters(), model.parameters(), strict=True):
+            e.lerp_(p, 0.25)
+
+
+def averages(strategy: str, transport: str) -> float:
+    """By zip(parameters()), and by torch's AveragedModel; copied before the first step, updated after each."""
+    pair = seeded(linears), sharded(strategy, transport=transport)
+    by_hand = tuple(copy.deepcopy(m) for m in pair)
+    by_torch = tuple(AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for m in pair)
+    for step in range(2):
+        train(pair, step)
+        with torch.no_grad():
+            pair[1](batch_of(0, step))  # the weights are gathered when the average is taken
+        for m, hand, average in zip(pair, by_hand, by_torch, strict=True):
+            ema_by_hand(hand, m)
+            average.update_parameters(m)
+    worst = parameter_deviation(by_hand[1], values(by_hand[0]))
+    with torch.no_grad():
+        for ours, plain in ((by_hand[1], by_hand[0]), (by_torch[1], by_torch[0])):
+            worst = max(worst, (ours(batch_of(0, 9)) - plain(batch_of(0, 9))).abs().max().item())
+            assert (plain(batch_of(0, 9)) - pair[0](batch_of(0, 9))).abs().max() > 1e-3
+    return max(worst, parameter_deviation(pair[1], values(pair[0])))
+
+
+@pytest.mark.parametrize(("strategy", "transport"), WAYS)
+def test_moving_averages(strategy: str, transport: str) -> None:
+    assert max(run_ranks(2, averages, strategy, transport)) <= TOLERANCE
+
+
+class Encoding(Chain):
+    """A model that is used by its other method too."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.blocks[0](self.first(x)))
+
+
+def encoding() -> nn.Module:
+    return Encoding(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def copies_of_copies(strategy: str, transport: str) -> float:
+    """A copy made before any forward, one of it after a step; each is entered by `encode` first, and trains alone."""
+    plain = seeded(encoding)
+    model = lamina.shard(
+        seeded(encoding), strategy, units=["blocks.*"], entry_points=["encode"], transport=transport, slots=1
+    )
+    pairs = [(plain, model)]
+    pairs.append((copy.deepcopy(plain), copy.deepcopy(model)))
+    train(pairs[1], 0)
+    pairs.append((copy.deepcopy(pairs[1][0]), copy.deepcopy(pairs[1][1])))
+    worst = 0.0
+    for number, pair in enumerate(pairs):
+        x = batch_of(0, number)
+        with torch.no_grad():
+            worst = max(worst, (pair[0].encode(x) - pair[1].encode(x)).abs().max().item())
+        for step in range(number + 1):
+            train(pair, step)
+        for other in pairs:
+            worst = max(worst, parameter_deviation(other[1], values(other[0])))
+    return worst
+
+
+@pytest.mark.parametrize(("strategy", "transport"), WAYS)
+def test_copies_of_copies_with_entry_points(strategy: str, transport: str) -> None:
+    assert max(run_ranks(2, copies_of_copies, strategy, transport)) <= TOLERANCE
+
+
+def full_state_dicts() -> tuple[int, float]:
+    """C10: twenty full state dicts leave nothing behind."""
+    plain, model = seeded(linears), sharded()
+    own_step(model)
+
+    def take() -> dict[str, Tensor]:
+        with lamina.gathered(model):
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def live_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(each, Tensor) for each in gc.get_objects())
+
+    worst = max((value - plain.state_dict()[name]).abs().max().item() for name, value in take().items())
+    before = live_tensors()
+    for _ in range(20):
+        take()
+    return live_tensors() - before, worst
+
+
+def test_full_state_dicts_do_not_add_up() -> None:
+    for grown, worst in run_ranks(2, full_state_dicts):
+        assert grown == 0 and worst == 0
+
+
+def frozen_newcomer() -> None:
+    """A frozen one may join, and a new name for an old parameter; both train no one."""
+    plain, model = seeded(linears), sharded()
+    model.extra = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+    model.another = model.blocks[0]
+    own_step(model)
+    reference_step(plain)
+    expected = grads(plain) | {name: None for name, _ in model.extra.named_parameters(prefix="extra")}
+    assert gradient_deviation(model, expected) <= TOLERANCE
+    model.extra.requires_grad_(True)
+    with torch.no_grad():
+        model(batch_of(0, 0))  # nobody needs its gradient here
+
+
+def test_a_frozen_module_may_join() -> None:
+    run_ranks(2, frozen_newcomer)
+
+
+def adapter() -> None:
+    model = sharded()
+    own_step(model)
+    model.blocks[1].adapter = nn.Linear(WIDTH, WIDTH).double()
+    own_step(model)
+
+
+def new_head() -> None:
+    model = sharded("zero1")
+    model.last = nn.Linear(WIDTH, 3).double()
+    own_step(model)
+
+
+def new_parameter() -> None:
+    model = sharded("ddp")
+    own_step(model)
+    model.blocks[0].gate = nn.Parameter(torch.zeros(()))
+    own_step(model)
+
+
+def thawed_newcomer() -> None:
+    model = sharded()
+    model.extra = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+    own_step(model)
+    model.extra.requires_grad_(True)
+    own_step(model)
+
+
+def ignored_but_thawed() -> None:
+    model = seeded(linears)
+    model.last.requires_grad_(False)
+    lamina.shard(model, units=["blocks.*"], ignore=["last.*"])
+    own_step(model)
+    model.last.requires_grad_(True)
+    own_step(model)
+
+
+def newcomer_of_a_copy() -> None:
+    model = sharded()
+    twin = copy.deepcopy(model)
+    own_step(twin)
+    twin.extra = nn.Linear(WIDTH, WIDTH).double()
+    own_step(model)
+    own_step(twin)
+
+
+def torch_ddp_around() -> None:
+    DistributedDataParallel(sharded())
+
+
+def torch_ddp_inside() -> None:
+    lamina.shard(DistributedDataParallel(seeded(linears)))
+
+
+def fsdp_after() -> None:
+    fully_shard(sharded())
+
+
+def fsdp_before() -> None:
+    lamina.shard(fully_shard(seeded(linears)))
+
+
+def functional_call() -> None:
+    model = sharded()
+    torch.func.functional_call(model, dict(seeded(linears).named_parameters()), (batch_of(0, 0),))
+
+
+def functional_gradient() -> None:
+    model = sharded()
+    torch.func.grad(lambda x: model(x).sum())(batch_of(0, 0))
+
+
+def one_vector() -> None:
+    nn.utils.parameters_to_vector(sharded().parameters())
+
+
+def backward_to_parameters() -> None:
+    model = sharded()
+    model(batch_of(0, 0)).sum().backward(inputs=list(model.parameters()))
+
+
+def hessian() -> None:
+    model = sharded()
+    torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), batch_of(0, 0)[0])
+
+
+def pickled() -> None:
+    pickle.dumps(sharded())
+
+
+def saved_whole() -> None:
+    torch.save(sharded(), io.BytesIO())
+
+
+NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
+    adapter: ("ParameterChanged", ["blocks.1.adapter.weight", "no unit"]),
+    new_head: ("ParameterChanged", ["last.weight", "no unit"]),
+    new_parameter: ("ParameterChanged", ["blocks.0.gate"]),
+    thawed_newcomer: ("ParameterChanged", ["extra.weight"]),
+    ignored_but_thawed: ("ParameterChanged", ["last.weight", "ignored"]),
+    newcomer_of_a_copy: ("ParameterChanged", ["extra.weight"]),
+    torch_ddp_around: ("ShardOpError", ["first.weight"]),
+    torch_ddp_inside: ("StateError", ["first.weight"]),
+    fsdp_after: ("ShardOpError", ["first.weight"]),
+    fsdp_before: ("UsageError", ["first.weight", "fully_shard"]),
+    functional_call: ("ParameterChanged", ["first.weight", "replaced"]),
+    functional_gradient: ("StateError", ["Chain", "torch.func.grad"]),
+    one_vector: ("ShardOpError", ["first.weight"]),
+    backward_to_parameters: ("ShardOpError", ["first.weight", "p.grad"]),
+    hessian: ("StateError", ["keep"]),
+    pickled: ("StateError", ["lamina.save"]),
+    saved_whole: ("StateError", ["lamina.save"]),
+}
+
+
+@pytest.mark.parametrize("misuse", list(NAMED), ids=lambda fn: fn.__name__)
+def test_is_named_on_every_rank(misuse: Callable[[], None]) -> None:
+    error, words = NAMED[misuse]
+    expect_error(2, misuse, error=error, contains=words, timeout=15)
+
+
+def transforms_that_work() -> float:
+    """vmap over samples, a Jacobian of the inputs, forward-mode derivatives, a pass-through wrapper; then a step."""
+    plain, model = seeded(linears), sharded()
+    x, direction = batch_of(0, 0), batch_of(1, 0)
+    found = []
+    for m in (plain, model):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, direction)
+            tangent = torch.autograd.forward_ad.unpack_dual(m(dual)).tangent
+        jacobian = torch.autograd.functional.jacobian(m, x[0])
+        found.append((torch.func.vmap(m)(x), jacobian, tangent.detach(), DataParallel(m)(x)))
+    own_step(model)
+    reference_step(plain)
+    worst = max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
+    return max(worst, gradient_deviation(model, grads(plain)))
+
+
+def test_transforms_of_inputs_equal_one_process() -> None:
+    assert max(run_ranks(2, transforms_that_work)) <= TOLERANCE
+
+
+def negative_control() -> float:
+    """The newcomer's error is there for a reason: without it, its gradients are each rank's own."""
+    model = sharded()
+    model.extra = nn.Linear(3, 3).double()
+    model.register_forward_hook(lambda m, args, out: m.extra(out))
+    from lamina.runtime.access import runtime_of
+
+    runtime_of(model).engine.newcomers = None
+    torch.manual_seed(0)
+    nn.init.normal_(model.extra.weight)
+    own_step(model)
+    grad = model.extra.weight.grad
+    assert grad is not None
+    other = grad.clone()
+    dist.broadcast(other, 0)
+    return (grad - other).abs().max().item()
+
+
+def test_without_the_check_ranks_would_train_apart() -> None:
+    assert max(run_ranks(2, negative_control)) > 1e-3
