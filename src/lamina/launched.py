@@ -47,16 +47,14 @@ def main(descriptor: int) -> None:
     except KeyboardInterrupt:
         os._exit(130)  # the launcher asked for it; Python's own exit would print a traceback
     except BaseException as error:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(1))  # it may come as soon as the report is read
         report = _failure(error)
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(pickle.dumps(report))
     if isinstance(report, Failed):
         while True:
-            try:
-                signal.pause()
-            except KeyboardInterrupt:
-                os._exit(1)
+            signal.pause()
 
 
 def _call(ask: Ask) -> bytes | None:

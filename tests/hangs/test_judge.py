@@ -31,7 +31,6 @@ def rank(
     number: int,
     counts: Counts | None = None,
     *,
-    world: int = 2,
     waits: str = "",
     for_s: float = 5.0,
     place: str = "step 12 backward",
@@ -41,8 +40,7 @@ def rank(
 ) -> Report:
     """A rank that has issued `counts` collectives by group, and `waits` in lamina, a call, behind the device or not."""
     wait = Wait(100 + number, waits, for_s, "1", group, missing) if waits else None
-    members = tuple(range(world))
-    groups = {name: GroupCount(issued, members, name in OURS) for name, issued in (counts or {}).items()}
+    groups = {name: GroupCount(issued, name in OURS) for name, issued in (counts or {}).items()}
     return Report(number, 7, place, doing, f"train.py:{80 + number}", wait, groups)
 
 
@@ -68,11 +66,10 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 def test_a_circle_of_three_is_named_and_a_rank_outside_it_is_not() -> None:
-    """Ranks 0-2 of a 4-rank world wait in three groups of two, each for the next one; rank 3 computes."""
-    pairs = {"a": (0, 1), "b": (1, 2), "c": (2, 0)}
+    """Ranks 0-2 wait in three groups of two, each for the next one; rank 3 is in none of them and computes."""
 
     def member(number: int, counts: Counts) -> Report:
-        groups = {name: GroupCount(issued, pairs[name], True) for name, issued in counts.items()}
+        groups = {name: GroupCount(issued, True) for name, issued in counts.items()}
         return replace(rank(number, waits="lamina"), groups=groups)
 
     circle = (member(0, {"a": 2, "c": 1}), member(1, {"b": 2, "a": 1}), member(2, {"c": 2, "b": 1}))
@@ -156,11 +153,17 @@ def test_a_dead_neighbour_is_named_with_its_last_position() -> None:
     )
 
 
+def test_a_rank_that_died_before_it_told_its_groups_is_named() -> None:
+    first = replace(rank(0, {"gather": 1}, waits="lamina"), near={1: GONE})
+    assert look_twice(first, rank(1, place="lamina.shard"), stale=(1,)) is not None
+    assert look_twice(first, rank(1, {"control": 5}), stale=(1,)) is None, "a rank of other groups"
+
+
 def test_a_death_on_another_host_is_told_by_a_rank_of_that_host() -> None:
     """Rank 2 waits on another host, rank 1 is a neighbour of the dead rank 0 and only computes."""
     counts = {"gather": 5}
-    dead, neighbour = rank(0, {"gather": 4}, world=3), replace(rank(1, counts, world=3), near={0: GONE})
-    verdict = look_twice(dead, neighbour, rank(2, counts, world=3, waits="lamina"), stale=(0,))
+    dead, neighbour = rank(0, {"gather": 4}), replace(rank(1, counts), near={0: GONE})
+    verdict = look_twice(dead, neighbour, rank(2, counts, waits="lamina"), stale=(0,))
     assert verdict is not None and verdict.code == DIED and verdict.waits == {2: 102}
 
 
@@ -224,11 +227,9 @@ def test_the_last_resort_takes_half_a_minute() -> None:
 
 def test_a_thousand_ranks_are_one_sentence() -> None:
     world = 1000
-    reports = [
-        rank(r, {"gather": 5, "world": 1}, world=world, waits="lamina", doing="gathers `a`") for r in range(world - 1)
-    ]
+    reports = [rank(r, {"gather": 5, "world": 1}, waits="lamina", doing="gathers `a`") for r in range(world - 1)]
     reports = [replace(report, site="train.py:88") for report in reports]
-    odd = rank(999, {"gather": 4, "world": 2}, world=world, waits="call", group="world", doing="waits in barrier")
+    odd = rank(999, {"gather": 4, "world": 2}, waits="call", group="world", doing="waits in barrier")
     verdict = look_twice(*reports, odd)
     assert verdict is not None and len(verdict.waits) == world
     assert "rank 999 waits in barrier" in verdict.text and "ranks 0-998 gathers `a` (train.py:88)" in verdict.text

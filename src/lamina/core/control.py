@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -179,18 +180,22 @@ def _wait_long(
 ) -> None:
     """The first poll is over: let the watch know, and listen to it."""
     waiting = running.begin_wait(key, doing, lambda: _missing(work))
+    asked_s, waited_s = watch.FIRST_POLL.total_seconds(), watch.FIRST_POLL.total_seconds()
     try:
-        while _is_timeout(error):
+        while _is_timeout(error) and waited_s > asked_s / 2:
             verdict = running.verdict_on(waiting)
             if verdict is not None:
                 raise watch.disagreement(verdict) from None
+            began, asked_s = time.monotonic(), watch.NEXT_POLL.total_seconds()
             try:
                 work.wait(watch.NEXT_POLL)
                 return
             except RuntimeError as again:
-                error = again
+                error, waited_s = again, time.monotonic() - began
         waiting.lost = str(error).splitlines()[0]
         words = position.words if position is not None else doing
+        if _is_timeout(error):  # not of our poll: the group's own
+            words += " for longer than its process group allows (`timeout=` of init_process_group)"
         raise watch.disagreement(running.find_cause(waiting, words)) from error
     finally:
         running.end_wait()

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from lamina import errors
 from lamina.core import watch
 from lamina.core.groups import begin_generation, generation
-from lamina.errors import LaminaError, TransportError
+from lamina.errors import Disagreement, TransportError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
 GENERATIONS_APART = 1_000_000  # above what any process has counted by itself
 
 _attempts = itertools.count(1)
 _times_met: dict[tuple[int, ...], int] = {}
+_failed_tries = 0  # a rank that failed and those that waited for it count alike: their next door is another one
 Found = TypeVar("Found")
 
 
@@ -35,12 +36,16 @@ class Door:
     def __init__(self) -> None:
         self._store: Any = dist.PrefixStore("lamina/door", dist.distributed_c10d._get_default_store())
         self._me, self._attempt = dist.get_rank(), next(_attempts)
+        if dist.get_backend() != "fake":
+            watch.start()  # those at the door must hear of a rank that ends before it has come
 
     def try_to(self, find: Callable[[], Found]) -> Found:
         """What may fail on some ranks only; those at the door hear of it."""
         try:
             return find()
-        except LaminaError as error:
+        except Exception as error:
+            global _failed_tries
+            _failed_tries += 1
             number = self._store.add(f"failures {self._attempt}", 1)
             said = json.dumps([self._me, type(error).__name__, str(error)])
             self._store.set(f"failure {self._attempt} {number}", said)
@@ -53,14 +58,22 @@ class Door:
             LaminaError: that of a rank that cannot come.
             TransportError: the ranks' histories of groups differ, so that torch could not make another one.
         """
-        number = _times_met[ranks] = _times_met.get(ranks, 0) + 1
-        key = f"{hashlib.sha1(str(ranks).encode()).hexdigest()} {number}"
+        times = _times_met.get(ranks, 0)
+        key = f"{hashlib.sha1(str(ranks).encode()).hexdigest()} {times} {_failed_tries}"
         groups = len(dist.distributed_c10d._world.pg_names)
         self._store.set(f"groups {key} {self._me}", str(groups))
-        alike = f"alike {key} {groups}"
+        alike, same_generation = f"alike {key} {groups}", f"generation {key} {generation()}"
         self._store.add(alike, 1)
-        same_generation = f"generation {key} {generation()}"
         self._store.add(same_generation, 1)
+        self._wait_here(key, ranks)
+        _times_met[ranks] = times + 1
+        if self._store.add(same_generation, 0) < len(ranks):
+            begin_generation(GENERATIONS_APART * (times + 1))
+        whole_world = len(ranks) == dist.get_world_size()
+        if not whole_world and self._store.add(alike, 0) < len(ranks):
+            self._raise_histories(key, ranks)
+
+    def _wait_here(self, key: str, ranks: tuple[int, ...]) -> None:
         here = self._store.add(f"here {key}", 1)
         waiting = _Waiting(lambda: self._missing(key, ranks))
         try:
@@ -70,20 +83,21 @@ class Door:
                 here = self._store.add(f"here {key}", 0)
         finally:
             waiting.end()
-        if self._store.add(same_generation, 0) < len(ranks):
-            begin_generation(GENERATIONS_APART * number)
-        whole_world = len(ranks) == dist.get_world_size()
-        if not whole_world and self._store.add(alike, 0) < len(ranks):
-            self._raise_histories(key, ranks)
 
     def _missing(self, key: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if not self._store.check([f"groups {key} {rank}"]))
 
     def _raise_failures(self, ranks: tuple[int, ...]) -> None:
+        """What one of these ranks has raised in this same call."""
+        global _failed_tries
         for number in range(1, self._store.add(f"failures {self._attempt}", 0) + 1):
             rank, kind, text = json.loads(self._store.get(f"failure {self._attempt} {number}"))
-            if rank in ranks:
-                raise getattr(errors, kind, LaminaError)(f"{text} (on rank {rank})")
+            if rank not in ranks:
+                continue
+            _failed_tries += 1
+            if hasattr(errors, kind):
+                raise getattr(errors, kind)(f"{text} (on rank {rank})")
+            raise Disagreement(f"rank {rank} raised {kind} in lamina.shard(): {text}")
 
     def _raise_histories(self, key: str, ranks: tuple[int, ...]) -> None:
         """torch names a group of some ranks by how many groups a process has had: members that differ wait for ever."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import datetime
+import multiprocessing.util
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from typing import Protocol
 
 import torch.distributed as dist
@@ -32,13 +34,14 @@ import torch.distributed as dist
 from lamina.core.groups import forget_groups
 from lamina.core.watch_board import Board
 from lamina.core.watch_evidence import Frames, Identity, frames_of, group_counts, state_of
-from lamina.core.watch_judge import DIED, STOPPED, GroupCount, Limits, Report, Verdict, Wait
+from lamina.core.watch_judge import DIED, STOPPED, GroupCount, Limits, Report, Verdict, Wait, describe
 from lamina.core.watch_sever import connections, sever
 from lamina.errors import Disagreement
 
 FIRST_POLL = datetime.timedelta(seconds=1.0)  # waits shorter than this leave no trace
 BEATS_TO_MEET = 30  # after so many reports all ranks of this host have registered
 SHORT_PAUSE_S = 0.05
+NAMING_S = 5.0  # how long to look for the rank that broke a connection
 NEXT_POLL = datetime.timedelta(seconds=0.25)
 
 
@@ -107,9 +110,13 @@ class Watch:
         self._groups: dict[str, GroupCount] = {}
         self._beat, self._posted_at, self._answered_at = 0, 0.0, time.monotonic()
         self._cut: tuple[Verdict, float] | None = None
-        self._sever_now = False
+        self._sever_now = self._store_is_gone = False
+        self.problem: Exception | None = None  # the first one of our own, for tests and reports
         self._wakes, self._sent, self._closing = (threading.Event(), threading.Event()), threading.Event(), False
         self.board.register(self._identity)
+        self.board.post(self.report())  # a rank that dies early has been heard of
+        if parent_process() is not None:  # such a process ends without the interpreter's exit
+            multiprocessing.util.Finalize(None, stop, exitpriority=0)
         self._threads = [
             threading.Thread(target=self._run, args=(turn, wake), name=f"lamina-{name}", daemon=True)
             for name, turn, wake in zip(("watch", "board"), (self._look_around, self._talk), self._wakes, strict=True)
@@ -144,7 +151,7 @@ class Watch:
 
     def find_cause(self, waiting: Waiting, words: str) -> Verdict:
         """A connection broke: who is gone? Whoever ends says so or leaves a trace, within a moment."""
-        deadline = time.monotonic() + self.limits.silent_s + self.limits.beat_s
+        deadline = time.monotonic() + NAMING_S
         while time.monotonic() < deadline:
             self._hurry()
             verdict = self.verdict_on(waiting)
@@ -175,7 +182,10 @@ class Watch:
 
     def _run(self, turn: Callable[[], None], wake: threading.Event) -> None:
         while not self._closing:
-            turn()
+            try:
+                turn()
+            except Exception as problem:  # a watch that fails must neither end the training nor be silent about it
+                self.problem = self.problem or problem
             is_busy = self.waiting is not None or self._blocked is not None or self._cut is not None
             wake.wait(self.limits.beat_s / (2 if is_busy else 1))
             wake.clear()
@@ -267,29 +277,39 @@ class Watch:
         )
 
     def _talk(self) -> None:
-        """What goes over the store. A store that is gone is said by `_judge_alone`."""
-        with suppress(RuntimeError):  # DistNetworkError, DistStoreError
-            wait = self._current()
-            if wait is not None or self._beat < BEATS_TO_MEET:
-                self._neighbours = self.board.neighbours(self._identity)
-            if wait is not None or self.left or not self.board.writes_seldom or self._beat == 0:
-                self.board.post(self.report())
-            if self.left:
-                self._sent.set()
-            verdict = self.board.next_verdict()
-            if verdict is None and wait is not None and wait.for_s >= self._patience_s(wait):
-                found = self.board.look()
-                if found is not None:
-                    self.board.announce(found)
-                    verdict = self.board.next_verdict()
-            elif wait is None:
-                self.board.step_down()
-            if verdict is not None:
-                self._receive(verdict)
-            if self._sever_now:
-                self._sever_now = False
-                sever(connections(self.store), self.board.ends_of_others())
+        """What goes over the store. That it is gone is said by `_judge_alone`."""
+        if self._store_is_gone or not (dist.is_initialized() or self.left):
+            return
+        try:
+            self._exchange()
             self._answered_at = time.monotonic()
+        except dist.DistNetworkError:
+            self._store_is_gone = True  # for good; every further word would be a warning of torch's in the terminal
+            self._sent.set()
+        except RuntimeError:
+            pass  # a wait in the store that took too long: look again at the next beat
+
+    def _exchange(self) -> None:
+        wait = self._current()
+        if wait is not None or self._beat < BEATS_TO_MEET:
+            self._neighbours = self.board.neighbours(self._identity)
+        if wait is not None or self.left or not self.board.writes_seldom or self._beat == 0:
+            self.board.post(self.report())
+        if self.left:
+            self._sent.set()
+        verdict = self.board.next_verdict()
+        if verdict is None and wait is not None and wait.for_s >= self._patience_s(wait):
+            found = self.board.look()
+            if found is not None:
+                self.board.announce(found)
+                verdict = self.board.next_verdict()
+        elif wait is None:
+            self.board.step_down()
+        if verdict is not None:
+            self._receive(verdict)
+        if self._sever_now:
+            self._sever_now = False
+            sever(connections(self.store), self.board.ends_of_others())
 
     def _patience_s(self, wait: Wait) -> float:
         waiting = self.waiting
@@ -299,12 +319,16 @@ class Watch:
         """The store does not answer: who on this host is to blame?"""
         wait = self._current()
         silent_s = time.monotonic() - self._answered_at
-        if wait is None or wait.for_s < self.limits.silent_s or silent_s < self.limits.silent_s or not self._near:
+        if wait is None or min(wait.for_s, silent_s) < self.limits.silent_s:
             return
-        rank, how = sorted(self._near.items())[0]
-        report = self.report()
-        text = f"rank {rank} {how}. Waiting for it: rank {self.rank} in {report.place} {report.doing} ({report.site})"
-        code = STOPPED if how.startswith("is stopped") else DIED
+        if self._near:
+            rank, how = sorted(self._near.items())[0]
+            said, code = f"rank {rank} {how}", STOPPED if how.startswith("is stopped") else DIED
+        elif self._store_is_gone and silent_s > 2 * self.limits.silent_s:
+            said, code = "the process that held the ranks' store (rank 0, or the launcher) has ended", DIED
+        else:
+            return
+        text = f"{said}. Waiting: {describe([self.report()])}"
         self._receive(Verdict(text, code, {self.rank: wait.number}, (wait.control,) if wait.control else ()))
 
     # ---- verdicts ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,8 @@ _COLLECTIVES = (
 )
 _WRAPPERS = (str(Path(_TORCH, "distributed", "c10d_logger.py")),)
 _OURS_BLOCKING = str(Path(_LAMINA, "transport", "c10d.py"))  # a wait there that does not look up
+# Calls that end when all members have made them; of others (send, recv, new_group) torch's counts tell nothing.
+_COUNTED = ("barrier", "all_", "broadcast", "reduce", "gather", "scatter")
 _TICKS_FIELD, _EXIT_FIELD = 19, 49  # of /proc/<pid>/stat, counted from the state
 
 OUR_GROUPS: set[str] = set()  # names of the groups that lamina has made
@@ -70,14 +73,24 @@ def _call(frame: FrameType | None) -> tuple[str, str]:
         elif file not in _WRAPPERS:
             break
         frame = frame.f_back
-    return name, group
+    return name, (group if name.startswith(_COUNTED) else "")
 
 
 def _group_of(frame: FrameType) -> str:
     given = frame.f_locals.get("group", frame.f_locals.get("pg"))
     if given is None and "group" in frame.f_code.co_varnames and dist.is_initialized():
         given = dist.group.WORLD
-    return given.group_name if isinstance(given, dist.ProcessGroup) else ""
+    if not isinstance(given, dist.ProcessGroup):
+        return ""
+    try:
+        return _key(given, str(given.group_name))
+    except (RuntimeError, KeyError, ValueError):  # it is being made
+        return ""
+
+
+def _key(pg: dist.ProcessGroup, name: str) -> str:
+    """torch's names are numbers that other ranks may have given to other groups."""
+    return f"{name} {zlib.crc32(str(dist.get_process_group_ranks(pg)).encode()):x}"
 
 
 def is_users(file: str) -> bool:
@@ -176,8 +189,7 @@ def group_counts() -> dict[str, GroupCount]:
     for pg, group_name in list(dist.distributed_c10d._world.pg_names.items()):
         name = str(group_name)
         try:
-            members = tuple(dist.get_process_group_ranks(pg))
-            found[name] = GroupCount(_issued(pg), members, name in OUR_GROUPS)
+            found[_key(pg, name)] = GroupCount(_issued(pg), name in OUR_GROUPS)
         except (RuntimeError, KeyError, ValueError):
             continue  # a backend that does not count, or a group that is being destroyed
     return found

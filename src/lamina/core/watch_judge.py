@@ -55,7 +55,6 @@ class GroupCount:
     """Collectives that a rank has issued on a group."""
 
     issued: int
-    members: tuple[int, ...]  # global ranks
     ours: bool  # made by lamina
 
 
@@ -84,9 +83,7 @@ class Report:
     def parse(text: str | bytes) -> Report:
         raw = json.loads(text)
         wait = raw.pop("wait")
-        groups = {
-            name: GroupCount(g["issued"], tuple(g["members"]), g["ours"]) for name, g in raw.pop("groups").items()
-        }
+        groups = {name: GroupCount(**counted) for name, counted in raw.pop("groups").items()}
         phases = {c: {int(n): key for n, key in numbered.items()} for c, numbered in raw.pop("phases").items()}
         near = {int(rank): how for rank, how in raw.pop("near").items()}
         raw["dropped"] = tuple(raw["dropped"])
@@ -151,18 +148,20 @@ def _is_stuck(before: Report | None, now: Report, limits: Limits) -> bool:
 
 
 def waits_for(report: Report, other: Report) -> bool:
-    """Note [Proof] 1."""
+    """Note [Proof] 1. A report knows the groups of its own rank only, so one in both has both as members."""
+    missing, counts = _awaited(report)
+    if missing:
+        return other.rank in missing
+    return any(name in other.groups and issued > other.groups[name].issued for name, issued in counts.items())
+
+
+def _awaited(report: Report) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Ranks that are waited for, or else how far ranks must have come in each group not to be."""
     wait = report.wait
-    if wait is None:
-        return False
-    if wait.missing:
-        return other.rank in wait.missing
-    for name, group in report.groups.items():
-        matters = name == wait.group if wait.kind == "call" else group.ours
-        there = other.groups.get(name)
-        if matters and there is not None and other.rank in group.members and group.issued > there.issued:
-            return True
-    return False
+    if wait is None or wait.missing:
+        return (() if wait is None else wait.missing), {}
+    matters = {n: g for n, g in report.groups.items() if (n == wait.group if wait.kind == "call" else g.ours)}
+    return (), {name: group.issued for name, group in matters.items()}
 
 
 # ---- the rules -----------------------------------------------------------------------------------------------------
@@ -175,7 +174,10 @@ def _ended(
     near: dict[int, str] = {}
     for report in now.values():
         near |= report.near
-    for rank, other in sorted(now.items()):
+    dropped = {rank for rank, report in now.items() if report.left or report.dropped}
+    silent = {rank for rank, r in now.items() if silence_counts and rank in before and r.beat <= before[rank].beat}
+    for rank in sorted((near.keys() | dropped | silent) & now.keys()):
+        other = now[rank]
         waiting = [r for r in stuck.values() if r.rank != rank and _concerns(r, other)]
         if not waiting:
             continue
@@ -190,7 +192,7 @@ def _ended(
             if is_stopped and not any(rank in report.near for report in before.values()):
                 continue
             said, code = f"{near[rank]}{last}", STOPPED if is_stopped else DIED
-        elif silence_counts and rank in before and other.beat <= before[rank].beat and any(r.lost for r in waiting):
+        elif rank in silent and any(r.lost for r in waiting):
             said = f"is gone (its connections broke and it reports nothing any more){last}"
         elif any(r.wait and r.wait.control in other.dropped and waits_for(r, other) for r in waiting):
             said, code = f"ended or dropped the model{last}", ENDED
@@ -204,18 +206,23 @@ def _ended(
 
 
 def _concerns(report: Report, other: Report) -> bool:
-    """Whether they share a group, or the one is known to wait for the other."""
+    """Whether they share a group, or the other has said nothing yet that would exclude it."""
     wait = report.wait
     if wait is not None and wait.missing:
         return other.rank in wait.missing
-    return any(g.ours and other.rank in g.members for g in report.groups.values()) or waits_for(report, other)
+    theirs = {name for name, group in other.groups.items() if group.ours}
+    return not theirs.isdisjoint(report.groups) or not theirs or waits_for(report, other)
 
 
 def _circle(stuck: Mapping[int, Report]) -> Verdict | None:
     """Note [Proof] 2: the ranks of which each waits for another of them."""
     left = dict(stuck)
     while True:
-        kept = {r: a for r, a in left.items() if any(waits_for(a, b) for b in left.values() if b.rank != r)}
+        least: dict[str, int] = {}
+        for report in left.values():
+            for name, group in report.groups.items():
+                least[name] = min(group.issued, least.get(name, group.issued))
+        kept = {rank: report for rank, report in left.items() if _waits_for_any(report, left, least)}
         if len(kept) == len(left):
             break
         left = kept
@@ -231,24 +238,25 @@ def _circle(stuck: Mapping[int, Report]) -> Verdict | None:
     return Verdict(text, OWN_CALL if calls else ORDER, _numbers(reports), _controls(reports))
 
 
+def _waits_for_any(report: Report, others: Mapping[int, Report], least: Mapping[str, int]) -> bool:
+    """Whether it waits for any of `others`, of which `least` is the smallest count in each group."""
+    missing, counts = _awaited(report)
+    return any(rank in others for rank in missing) or any(issued > least[name] for name, issued in counts.items())
+
+
 def _parted(now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict | None:
     """Note [Proof] 3."""
-    for report in stuck.values():
-        assert report.wait is not None
-        control = report.wait.control
-        for other in now.values():
-            mine, theirs = report.phases.get(control, {}), other.phases.get(control, {})
-            differing = [n for n in sorted(mine.keys() & theirs.keys()) if mine[n] != theirs[n]]
-            if differing:
-                number = differing[0]
-                groups: dict[str, list[int]] = {}
-                for each in now.values():
-                    key = each.phases.get(control, {}).get(number)
-                    if key is not None:
-                        groups.setdefault(key, []).append(each.rank)
-                said = "; ".join(f"{name_ranks(ranks)} began {key}" for key, ranks in groups.items())
-                text = f"ranks disagree: {said}, {describe(list(stuck.values()))}. {CURE}"
-                return Verdict(text, ORDER, _numbers(stuck.values()), (control,))
+    for control in sorted({report.wait.control for report in stuck.values() if report.wait is not None}):
+        began: dict[int, dict[str, list[int]]] = {}  # ranks, by number and by what they began under it
+        for report in now.values():
+            for number, key in report.phases.get(control, {}).items():
+                began.setdefault(number, {}).setdefault(key, []).append(report.rank)
+        for number in sorted(began):
+            if len(began[number]) > 1:
+                said = "; ".join(f"{name_ranks(ranks)} began {key}" for key, ranks in began[number].items())
+                reports = [report for report in stuck.values() if report.wait and report.wait.control == control]
+                text = f"ranks disagree: {said}. {describe(reports)}. {CURE}"
+                return Verdict(text, ORDER, _numbers(reports), (control,))
     return None
 
 
