@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def report(profile: torch.profiler.profile) -> None:
         f"exposed {without(comm, other) * ms:.2f}; idle {(last - first - length(merged(comm + other))) * ms:.2f}"
     )
     main_lane = sorted(max(by_stream.values(), key=lambda items: sum(b - a for a, b, _ in items)))
-    gaps = [(b[0] - a[1], (a[1] - first), a[2], b[2]) for a, b in zip(main_lane, main_lane[1:], strict=False)]
+    gaps = [(b[0] - a[1], (a[1] - first), a[2], b[2]) for a, b in pairwise(main_lane)]
     print(f"compute waits {sum(gap for gap, *_ in gaps if gap > 0) * ms:.2f} ms; longest, at ms of the {STEPS} steps:")
     for gap, at, before, after in sorted(gaps, reverse=True)[:18]:
         print(f"   {gap * 1e-6:7.3f} at {at * 1e-6:7.2f}  {before[:60]} -> {after[:60]}")
