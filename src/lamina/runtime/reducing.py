@@ -148,7 +148,6 @@ class Reducer:
             divisor: data ranks over which the gradient is a mean.
         """
         self.finish()
-        unit.reduces += 1
         unit.gradients.make()
         lane = self.lanes.reduce
         lane.wait(self.lanes.compute.mark())
@@ -162,6 +161,7 @@ class Reducer:
                 if target == 0:
                     return
                 del self.partials[unit.index]
+            unit.reduces += 1
             self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor)
             self._send(self.pending, sources, stable)
         if lane is not self.lanes.compute:
