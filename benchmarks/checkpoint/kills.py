@@ -110,12 +110,12 @@ def _inside_retention(place: float) -> None:
 
     def wrapped(path: Path, **options: Any) -> None:
         for number, entry in enumerate(sorted(Path(path).iterdir())):
-            if number >= int(place * 6) - 2:
+            if number >= int(place * 5) - 2:  # of three files
                 die()
             entry.unlink()
         original(path, **options)
 
-    if place < 1 / 6:
+    if place < 1 / 5:
         _around(os, "rename", 0.0)
     shutil.rmtree = wrapped
 
@@ -151,7 +151,7 @@ def job(rank: int, world: int, room: str, width: int, steps: int, kill: Kill | N
         rank=rank,
         world_size=world,
     )
-    model = lamina.shard(build(width), "zero3")
+    model = lamina.shard(build(width), "zero3", start="trust")
     optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4)
     runs = f"{room}/runs"
     found, begin = lamina.latest(runs), 0
@@ -276,9 +276,13 @@ def run_trials(room: str, options: argparse.Namespace) -> list[Tally]:
             tally.newest_survived += second.begin == 2
             tally.earlier_survived += second.begin == 1
             tally.lost += second.begin not in (1, 2)
-            tally.same_losses += reference.agrees(second.losses, exactly=world == 2)
+            same = reference.agrees(second.losses, exactly=world == 2)
+            tally.same_losses += same
             tally.other_raised += first.other == "raised"
-            print(f"{phase} {tally.kills}: {kill} -> step {second.begin}, other rank {first.other}", flush=True)
+            print(
+                f"{phase} {tally.kills}: {kill} -> step {second.begin}, other rank {first.other}, same {same}",
+                flush=True,
+            )
     return tallies
 
 

@@ -65,12 +65,12 @@ def save(
     control = runtime.control
     with at_place(control, "save", os.fspath(path)):
         BACKGROUND.finish(model)
-        looked, error = attempt(lambda: _look(path, model, optimizer, extra))
-        target, snapshot = looked or (Path(), None)
-        alike = {"arguments to save": [f"save({str(target)!r}, wait={bool(wait)})"]}
-        alike["states to save"] = snapshot.lines() if snapshot is not None else []
-        same = begin_alike(control, error, f"saving {path}", alike, snapshot.sums() if snapshot is not None else ())
-        assert snapshot is not None  # else all ranks have raised
+        looked, error = attempt(lambda: Look.at(path, model, optimizer, extra))
+        alike = {"arguments to save": [f"save({os.path.abspath(path)!r}, wait={bool(wait)})"]}
+        alike["states to save"] = [] if looked is None else looked.lines
+        same = begin_alike(control, error, f"saving {path}", alike, () if looked is None else looked.sums)
+        assert looked is not None  # else all ranks have raised
+        target, snapshot = looked.target, looked.snapshot
         if wait:
             division = together(control, lambda: divide(snapshot, same), f"saving {path}")
             staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")
@@ -81,14 +81,24 @@ def save(
             background.start(Job(target, division))
 
 
-def _look(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> tuple[Path, Snapshot]:
-    target = Path(os.path.abspath(path))
-    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-        raise UsageError(f"save(path, model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
-    folders.check_target(target)
-    return target, take(runtime_of(model), model, optimizer, extra)
+@dataclass
+class Look:
+    """What this rank would save, and what of it the ranks compare."""
+
+    target: Path
+    snapshot: Snapshot
+    lines: list[str]
+    sums: list[int]
+
+    @staticmethod
+    def at(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> Look:
+        """Local; raises what makes a save impossible."""
+        target = Path(os.path.abspath(path))
+        if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+            raise UsageError(f"save(path, model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
+        folders.check_target(target)
+        snapshot = take(runtime_of(model), model, optimizer, extra)
+        return Look(target, snapshot, snapshot.lines(), snapshot.sums())
 
 
 @dataclass
