@@ -5,16 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 import lamina
 from harness import expect_error, run_ranks
+from lamina.train import run as train_run
 from lamina.train.config import Config, read_toml
 from lamina.train.folder import Metrics
+from lamina.train.loggers import find_logger
 from lamina.train.loop import Training
 from lamina.train.sample_cli import Command, written
 from train.runs import changed, losses, small, train, write_text
@@ -26,11 +30,11 @@ def apart(one: dict[int, float], other: dict[int, float]) -> float:
 
 
 def test_the_same_curve_on_one_two_and_four_ranks(tmp_path: Path) -> None:
-    """50 steps in fp32 to 1e-3, 12 in float64 to 1e-9; strategies and passes differ too."""
+    """50 steps in fp32 to 1e-3, 8 in float64 to 1e-9; strategies and passes differ too."""
     text = write_text(tmp_path)
     curves: dict[str, list[dict[int, float]]] = {"fp32": [], "fp64": []}
     for world, strategy, accumulate in ((1, "ddp", 1), (2, "zero3", 2), (4, "zero1", 1)):
-        for precision, steps in (("fp32", 50), ("fp64", 12)):
+        for precision, steps in (("fp32", 50), ("fp64", 8)):
             folder = tmp_path / f"{world}-{precision}"
             config = small(
                 text,
@@ -46,7 +50,7 @@ def test_the_same_curve_on_one_two_and_four_ranks(tmp_path: Path) -> None:
             curves[precision].append(losses(folder))
             assert len(losses(folder)) == steps
             curves[precision][-1].update({-s: loss for s, loss in losses(folder, "held_out_loss").items()})
-    for precision, steps, tolerance in (("fp32", 50, 1e-3), ("fp64", 12, 1e-9)):
+    for precision, steps, tolerance in (("fp32", 50, 1e-3), ("fp64", 8, 1e-9)):
         first, *others = curves[precision]
         assert first[-steps] < first[0] - 0.5, "it learns"
         for other in others:
@@ -189,6 +193,26 @@ def test_a_full_disk_ends_every_rank_with_the_same_error(tmp_path: Path) -> None
     expect_error(2, with_a_full_disk, text, tmp_path / "run", error="StateError", contains=words)
 
 
+def with_a_full_disk_at_the_end(text: Path, folder: Path) -> None:
+    def full(place: Path, *_: Any) -> None:
+        (place / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device")
+
+    kept, train_run.write_gpt = train_run.write_gpt, full
+    try:
+        train(2, small(text, folder, steps=2))
+    finally:
+        train_run.write_gpt = kept
+
+
+def test_a_full_disk_leaves_no_half_result(tmp_path: Path) -> None:
+    text, folder = write_text(tmp_path), tmp_path / "run"
+    words = ("model", "No space left", "rank 0")
+    expect_error(2, with_a_full_disk_at_the_end, text, folder, error="UsageError", contains=words)
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "curve.png", "metrics.jsonl", "run.toml"]
+    assert lamina.latest(str(folder / "checkpoints")) is not None
+
+
 def diverging(text: Path, folder: Path) -> None:
     train(2, small(text, folder, lr=1e30, warmup=1, clip=0.0, steps=60, log_every=1, evaluate_every=50))
 
@@ -203,6 +227,12 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     (folder / "thesis.txt").write_text("x")
     expect_error(2, train, 2, small(text, folder), error="UsageError", contains=("in use", "--resume"))
     assert [p.name for p in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_a_log_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(lamina.UsageError, match="pip install wandb"):
+        find_logger("wandb")
 
 
 def test_text_shorter_than_a_sequence(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the command starts its own ranks (lamina.launch) unless it is under torchrun alr
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import sys
@@ -110,7 +111,9 @@ def _parse(argv: list[str], file: str | None) -> Command:
 
 
 def _described(kind: type) -> str:
-    return (kind.__doc__ or "") + "\nA TOML file may stand before the flags: lamina train run.toml --lr 1e-3"
+    """The help's first words."""
+    file = "A TOML file may stand before the flags: lamina train run.toml --lr 1e-3"
+    return f"{inspect.cleandoc(kind.__doc__ or '')}\n\n{file}"
 
 
 def _under_launcher() -> bool:

@@ -85,10 +85,10 @@ def build_job(config: Config) -> Job:
 
 
 def _control() -> Control:
-    """Among the ranks, before there is a model."""
+    """Among the ranks, before there is a model; the default group takes CPU tensors on GPUs too."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Control(None, 0, 1, "train")
-    return Control(dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size(), "train")
+    return Control(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), "train")
 
 
 def _bytes_job(config: Config, control: Control, documents: list[Document], folder: Path | None) -> Job:

@@ -22,6 +22,7 @@ from torch import Tensor
 from lamina.checkpoint.api import load, save
 from lamina.optim.clip import clip_grad_norm_
 from lamina.runtime.scopes import accumulate, total
+from lamina.train.agreed import on_rank_0
 from lamina.train.config import learning_rate
 from lamina.train.data import deal
 from lamina.train.folder import Metrics, RunFolder, draw_curve
@@ -102,8 +103,8 @@ class Training:
                 if self.step % save_every == 0 or last:
                     self.save()
                 if not last and self.stopping.agreed():
-                    self._report()
                     self.save()
+                    self.stopping.settle()
                     return False
             self.stopping.settle()
         return True
@@ -221,6 +222,6 @@ class Training:
         self._on_first(lambda: self.metrics.resume(self.step, self.curve.rows()))
 
     def draw(self) -> None:
-        """curve.png"""
-        rows = self.curve.rows()
-        self._on_first(lambda: draw_curve(self.folder.path / "curve.png", rows, self.job.bigram))
+        """curve.png. Collective."""
+        path, rows = self.folder.path / "curve.png", self.curve.rows()
+        on_rank_0(self.job.control, lambda: draw_curve(path, rows, self.job.bigram))

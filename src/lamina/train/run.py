@@ -32,7 +32,7 @@ from lamina.train.export import (
 from lamina.train.folder import RunFolder
 from lamina.train.gpt import GPT
 from lamina.train.job import Job, build_job
-from lamina.train.loggers import Log, open_logger
+from lamina.train.loggers import Opener, find_logger
 from lamina.train.loop import Training
 from lamina.train.lora import read_rank
 from lamina.train.memory import device_memory_bytes, memory_table
@@ -57,7 +57,6 @@ def run(request: Request) -> str:
     """Train on this rank, with all others; the run's folder. Collective."""
     rank, world = _start()
     view: View = Silent() if rank else (Relay() if request.relayed else open_view(sys.stdout))
-    torch.backends.cuda.matmul.allow_tf32 = True
     try:
         return _run(request, view, Machine(world, torch.cuda.is_available()))
     except OSError as problem:
@@ -85,15 +84,15 @@ def _named(problem: OSError) -> LaminaError:
 def _run(request: Request, view: View, machine: Machine) -> str:
     job = build_job(request.config)
     control, folder = job.control, RunFolder(Path(request.config.output or ""))
+    openers: list[Opener] = []
+    on_rank_0(control, lambda: openers.append(find_logger(job.config.watching.log)))
     found = None
     if request.resume:
         found = together(control, lambda: _last_checkpoint(folder))
         on_rank_0(control, lambda: folder.write("run.toml", to_toml(job.config)))
     else:
         on_rank_0(control, lambda: folder.create(to_toml(job.config)))
-    logs: list[Log] = []
-    on_rank_0(control, lambda: logs.append(_logger(job, folder)))
-    log = logs[0] if logs else lambda row: None
+    log = openers[0](folder.path, dataclasses.asdict(job.config)) if openers else lambda row: None
     training = Training(job, folder, view, log)
     _show_start(job, machine, view)
     if found is not None:
@@ -122,10 +121,6 @@ def _last_checkpoint(folder: RunFolder) -> str:
     if found is None:
         raise UsageError(f"--resume {folder.path}: no complete checkpoint in {folder.checkpoints}")
     return found
-
-
-def _logger(job: Job, folder: RunFolder) -> Log:
-    return open_logger(job.config.watching.log, folder.path, dataclasses.asdict(job.config))
 
 
 def _sample(job: Job) -> str:
@@ -162,6 +157,8 @@ def _show_start(job: Job, machine: Machine, view: View) -> None:
     view.say(f"strategy {layout.strategy}: {job.why}")
     factors = resolve_factors(config.sharding.strategy or "zero3", machine.ranks)
     view.table("memory of each rank, before activations", memory_table(job.sizes, factors, layout))
+    if job.opened is not None and job.opened.files is None:
+        view.say("its files are written otherwise than it lies in memory: every rank has read all of them")
     view.say(f"folder: {config.output}")
 
 
@@ -215,9 +212,11 @@ def _write_result(job: Job, folder: RunFolder) -> Path:
         fill = lambda place: write_hugging_face(place, opened, state)  # noqa: E731
 
     def write() -> None:
+        from safetensors import SafetensorError
+
         try:
             folder.write_folder(name, fill)
-        except RuntimeError as problem:  # safetensors raises its own for a full disk
+        except SafetensorError as problem:  # for a full disk, say
             raise UsageError(f"{folder.path / name} cannot be written: {problem}") from None
 
     on_rank_0(job.control, write)

@@ -67,9 +67,10 @@ class Stopping:
         return stop
 
     def settle(self) -> None:
-        """Before the last agreement is left unread: wait for it, and raise what it says."""
+        """Behind the last step: take in what was sent, and raise what went wrong since. Collective."""
         if self._read is not None:
-            _, failed = self._read()
+            self._read()
             self._read = None
-            if failed:
-                raise StateError(self.control.agree_on_error(self.failure) or "a rank failed")
+        message = self.control.agree_on_error(self.failure)
+        if message is not None:
+            raise StateError(message)
