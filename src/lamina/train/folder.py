@@ -51,20 +51,30 @@ class RunFolder:
             place.unlink(missing_ok=True)
             raise OSError(problem.errno, f"{self.path / name}: {problem.strerror}") from None
 
-    def write_folder(self, name: str, fill: Callable[[Path], None]) -> Path:
-        """A folder, whole or not at all; one of that name is replaced."""
-        place, target = self.path / f".{name}.part", self.path / name
-        shutil.rmtree(place, ignore_errors=True)
+    def part(self, name: str) -> Path:
+        """Where a folder of that name is written before it gets the name."""
+        return self.path / f".{name}.part"
+
+    def clear(self, name: str) -> None:
+        shutil.rmtree(self.part(name), ignore_errors=True)
+
+    def settle(self, name: str) -> None:
+        """What is complete gets its name; an earlier one is replaced."""
+        target = self.path / name
+        if target.exists():
+            shutil.rmtree(target)
+        self.part(name).rename(target)
+
+    def write_folder(self, name: str, fill: Callable[[Path], None]) -> None:
+        """A folder, whole or not at all."""
+        self.clear(name)
         try:
-            place.mkdir()
-            fill(place)
-            if target.exists():
-                shutil.rmtree(target)
-            place.rename(target)
+            self.part(name).mkdir()
+            fill(self.part(name))
+            self.settle(name)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
+            self.clear(name)
             raise
-        return target
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"

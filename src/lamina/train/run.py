@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.checkpoint.api import latest
+from lamina.checkpoint.exporting import export
 from lamina.core.strategy import resolve as resolve_factors
 from lamina.errors import LaminaError, UsageError
 from lamina.runtime.agreement import together
@@ -36,6 +38,7 @@ from lamina.train.loggers import Opener, find_logger
 from lamina.train.loop import Training
 from lamina.train.lora import read_rank
 from lamina.train.memory import device_memory_bytes, memory_table
+from lamina.train.pretrained import Pretrained
 from lamina.train.resolve import Machine
 from lamina.train.sampling import sample
 from lamina.train.view import Relay, Silent, View, open_view
@@ -197,19 +200,10 @@ def _one_screen(text: str) -> str:
 
 
 def _write_result(job: Job, folder: RunFolder) -> Path:
-    """Into the run's folder, by rank 0. Collective."""
-    rank, opened = job.control.rank, job.opened
-    if opened is None:
-        state = whole_state(job.model.named_parameters(), rank, None)
-        assert isinstance(job.model, GPT)
-        shape, name = job.model.shape, "model"
-        fill = lambda place: write_gpt(place, state, shape)  # noqa: E731
-    elif job.config.lora is not None:
-        state, name, low = adapter_state(job.model, rank), "adapter", read_rank(job.config.lora)
-        fill = lambda place: write_lora(place, opened, state, low)  # noqa: E731
-    else:
-        state, name = hugging_face_state(opened, job.model, rank), "model"
-        fill = lambda place: write_hugging_face(place, opened, state)  # noqa: E731
+    """Into the run's folder. Collective."""
+    if job.opened is not None and job.config.lora is None and job.opened.files is not None:
+        return _export(job, job.opened, folder)
+    name, fill = _whole_result(job)
 
     def write() -> None:
         from safetensors import SafetensorError
@@ -221,3 +215,28 @@ def _write_result(job: Job, folder: RunFolder) -> Path:
 
     on_rank_0(job.control, write)
     return folder.path / name
+
+
+def _export(job: Job, opened: Pretrained, folder: RunFolder) -> Path:
+    """Where the names in files are those in memory: every rank writes its ranges, and none holds the whole model."""
+    place = folder.part("model")
+    on_rank_0(job.control, lambda: folder.clear("model"))
+    export(str(place), job.model, dtype=opened.dtype)
+    on_rank_0(job.control, lambda: opened.tokenizer.save_pretrained(place))
+    on_rank_0(job.control, lambda: folder.settle("model"))
+    return folder.path / "model"
+
+
+def _whole_result(job: Job) -> tuple[str, Callable[[Path], None]]:
+    """The name of the result, and what writes it on rank 0, which holds all of it. Collective."""
+    rank, opened, lora = job.control.rank, job.opened, job.config.lora
+    if opened is None:
+        state = whole_state(job.model.named_parameters(), rank, None)
+        assert isinstance(job.model, GPT)
+        shape = job.model.shape
+        return "model", lambda place: write_gpt(place, state, shape)
+    if lora is not None:
+        adapter = adapter_state(job.model, rank)
+        return "adapter", lambda place: write_lora(place, opened, adapter, read_rank(lora))
+    whole = hugging_face_state(opened, job.model, rank)
+    return "model", lambda place: write_hugging_face(place, opened, whole)
