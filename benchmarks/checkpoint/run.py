@@ -182,7 +182,7 @@ def serve(kind: str, rank: int, store: str, parameters: float, pipe: Any) -> Non
         what, path = asked
         dist.barrier()
         with Watcher() as watcher:
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             waiting = {
                 "copy": lambda path: torch._foreach_copy_(host, way.own()),
                 "save": way.save,
@@ -192,7 +192,8 @@ def serve(kind: str, rank: int, store: str, parameters: float, pipe: Any) -> Non
             took_s = time.perf_counter() - begin
             if callable(waiting):
                 waiting()
-        pipe.send({"s": took_s, "whole_s": time.perf_counter() - begin, "peak_bytes": watcher.peak_bytes})
+        whole_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
+        pipe.send({"s": took_s, "whole_s": whole_s, "cpu_s": cpu_s, "peak_bytes": watcher.peak_bytes})
     os._exit(0)
 
 
@@ -247,6 +248,8 @@ def show(found: dict[str, Any]) -> str:
     rows = [
         ("save, s", lamina_["save_s"], dcp["save_s"]),
         ("load, s", lamina_["load_s"], dcp["load_s"]),
+        ("save, s of CPU time", lamina_["save_cpu_s"], dcp["save_cpu_s"]),
+        ("load, s of CPU time", lamina_["load_cpu_s"], dcp["load_cpu_s"]),
         ("blocked by a save beside training, s", lamina_["save_beside_s"], dcp["save_beside_s"]),
         ("that save until it is complete, s", lamina_["save_beside_whole_s"], dcp["save_beside_whole_s"]),
         ("a plain copy of the rank's state, s", lamina_["copy_s"], dcp["copy_s"]),

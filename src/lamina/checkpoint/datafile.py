@@ -149,9 +149,13 @@ def write_file(path: Path, draft: Draft, chunks: Iterable[memoryview]) -> Writte
         sums = BlockSums()
         at = header_numel
         for chunk in chunks:
-            sums.add(chunk)
-            write_at(descriptor, chunk, at)
-            at += len(chunk)
+            for start in range(
+                0, len(chunk), BLOCK_BYTES
+            ):  # so long a part stays in a core's cache until it is written
+                part = chunk[start : start + BLOCK_BYTES]
+                sums.add(part)
+                write_at(descriptor, part, at)
+                at += len(part)
         assert at == header_numel + draft.data_bytes, (at, header_numel, draft.data_bytes)
         header = draft.header(sums.finish())
         write_at(descriptor, memoryview(header), 0)
@@ -307,31 +311,21 @@ class DataFile:
         return self._data_bytes
 
     def _verify(self, start_byte: int, stop_byte: int, staging: Tensor) -> None:
-        view = view_of(staging)
-        at_once = len(view) // self._block_bytes
-        block, end = start_byte // self._block_bytes, min(-(-stop_byte // self._block_bytes), len(self._crcs))
-        while block < end:
+        """Block by block: one fits into a core's cache, so that it is fetched from memory once."""
+        view, length = view_of(staging), self._block_bytes
+        for block in range(start_byte // length, min(-(-stop_byte // length), len(self._crcs))):
             if self._verified[block]:
-                block += 1
                 continue
-            stop = next(
-                (b for b in range(block, min(end, block + at_once)) if self._verified[b]), min(end, block + at_once)
-            )
-            data = view[: min(stop * self._block_bytes, self._data_bytes) - block * self._block_bytes]
-            self.read_bytes(block * self._block_bytes, data)
-            for number in range(block, stop):
-                self._compare(number, data[: self._block_bytes])
-                data = data[self._block_bytes :]
-            block = stop
-
-    def _compare(self, block: int, data: memoryview) -> None:
-        if zlib.crc32(data) != self._crcs[block]:
-            at = self._data_at + block * self._block_bytes
-            raise CheckpointError(
-                f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they were "
-                f"written. {_ANOTHER}"
-            )
-        self._verified[block] = 1
+            at = block * length
+            data = view[: min(length, self._data_bytes - at)]
+            self.read_bytes(at, data)
+            if zlib.crc32(data) != self._crcs[block]:
+                at += self._data_at
+                raise CheckpointError(
+                    f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they "
+                    f"were written. {_ANOTHER}"
+                )
+            self._verified[block] = 1
 
     def read_bytes(self, at: int, into: memoryview) -> None:
         """Fill `into` from byte `at` of the data."""
