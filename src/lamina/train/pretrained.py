@@ -196,8 +196,8 @@ def _unnamed(model: nn.Module, files: dict[str, Path]) -> list[str]:
 def fill(opened: Pretrained) -> int:
     """Copy this rank's ranges from the files into the sharded model; how many bytes were read.
 
-    `lamina.load` of such a folder wants every name to fit, or skips what does not; here adapters and derived buffers may
-    be in no file, but a shape must not differ.
+    `lamina.load` of such a folder wants every name to fit, or skips what does not; here adapters and derived buffers
+    may be in no file, but a shape must not differ.
 
     Raises `UsageError` for a file that is corrupt or holds another shape.
     """
