@@ -32,7 +32,7 @@ import lamina
 
 WORLD = 2
 DIM, LAYERS, HEADS, VOCABULARY, LENGTH, BATCH = 320, 8, 8, 256, 128, 4
-WAYS = ("lamina", "fsdp2", "ddp")
+WAYS = ("lamina", "lamina peer", "lamina ddp", "fsdp2", "ddp")
 
 
 class Block(nn.Module):
@@ -67,8 +67,9 @@ class GPT(nn.Module):
 def build(way: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable]:
     torch.manual_seed(0)
     model: nn.Module = GPT()
-    if way == "lamina":
-        model = lamina.shard(model)
+    if way.startswith("lamina"):
+        transport = "peer" if way == "lamina peer" else "c10d"
+        model = lamina.shard(model, "ddp" if way == "lamina ddp" else "zero3", transport=transport)
         return model, lamina.optim.AdamW(model.parameters(), lr=1e-3), lamina.clip_grad_norm_
     if way == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
@@ -167,7 +168,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in GPT().parameters())
     size = f"{parameters / 1e6:.1f} M parameters"
     print(f"{size}, {WORLD} Gloo ranks, {BATCH} x {LENGTH} tokens a rank, torch {torch.__version__}")
-    print(f"{'way':>8} {'ms':>8} {'of lamina':>10}  (min - max)  {'peak MiB':>9}")
+    print(f"{'way':>11} {'ms':>8} {'of lamina':>10}  (min - max)  {'peak MiB':>9}")
     rows = []
     for way in WAYS:
         ratios = [t / base for t, base in zip(found["times"][way], found["times"]["lamina"], strict=True)]
@@ -182,7 +183,7 @@ def main() -> None:
         }
         rows.append(row)
         print(
-            f"{way:>8} {row['ms']:8.1f} {row['ratio']:10.3f}  ({row['ratio_min']:.3f} - {row['ratio_max']:.3f}) "
+            f"{way:>11} {row['ms']:8.1f} {row['ratio']:10.3f}  ({row['ratio_min']:.3f} - {row['ratio_max']:.3f}) "
             f"{row['peak_mib']:9.1f}"
         )
     if options.save is not None:
