@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lamina.core import terminal, watch
 from lamina.core.watch_judge import name_ranks
+from lamina.core.watch_sever import disagreement
 
 __all__ = ["Control", "Flags", "Position", "finish", "name_ranks"]
 
@@ -95,7 +96,7 @@ class Control:
         if self._watch is not None:
             self._watch.enter(self._reference, kind == "forward")
             if self._watch.broken and self.key in self._watch.broken:
-                raise watch.disagreement(self._watch.broken[self.key])
+                raise disagreement(self._watch.broken[self.key])
 
     def place(self) -> str:
         return self.position.place
@@ -185,7 +186,7 @@ def _wait_long(
         while _is_timeout(error) and waited_s > asked_s / 2:
             verdict = running.verdict_on(waiting)
             if verdict is not None:
-                raise watch.disagreement(verdict) from None
+                raise disagreement(verdict) from None
             began, asked_s = time.monotonic(), watch.NEXT_POLL.total_seconds()
             try:
                 work.wait(watch.NEXT_POLL)
@@ -196,7 +197,7 @@ def _wait_long(
         words = position.words if position is not None else doing
         if _is_timeout(error):  # not of our poll: the group's own
             words += " for longer than its process group allows (`timeout=` of init_process_group)"
-        raise watch.disagreement(running.find_cause(waiting, words)) from error
+        raise disagreement(running.find_cause(waiting, words)) from error
     finally:
         running.end_wait()
 

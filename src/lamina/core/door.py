@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lamina import errors
 from lamina.core import watch
 from lamina.core.groups import begin_generation, generation
+from lamina.core.watch_sever import disagreement
 from lamina.errors import Disagreement, TransportError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
@@ -66,6 +67,7 @@ class Door:
         self._store.add(alike, 1)
         self._store.add(same_generation, 1)
         self._wait_here(key, ranks)
+        watch.start().meet_neighbours()
         _times_met[ranks] = times + 1
         if self._store.add(same_generation, 0) < len(ranks):
             begin_generation(GENERATIONS_APART * (times + 1))
@@ -130,7 +132,7 @@ class _Waiting:
             self._watched = running.begin_wait("", "waits in lamina.shard() for others to call it", lambda: self._late)
         verdict = running.verdict_on(self._watched)
         if verdict is not None:
-            raise watch.disagreement(verdict)
+            raise disagreement(verdict)
 
     def end(self) -> None:
         running = watch.current()

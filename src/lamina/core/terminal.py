@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lamina.core import watch
 from lamina.core.watch_evidence import innermost_site, is_folded
 from lamina.core.watch_judge import Verdict, name_ranks
+from lamina.core.watch_sever import disagreement
 from lamina.errors import LaminaError
 
 TOGETHER_S = 1.5  # the same error reaches all ranks within this time
@@ -174,7 +175,7 @@ def better_known(running: watch.Watch, error: BaseException) -> BaseException:
         return error
     if "Connection" not in str(error) and "abort" not in str(error):
         return error
-    return watch.disagreement(verdict).with_traceback(error.__traceback__)
+    return disagreement(verdict).with_traceback(error.__traceback__)
 
 
 def note_failure(running: watch.Watch, error: BaseException) -> None:
@@ -187,7 +188,7 @@ def note_failure(running: watch.Watch, error: BaseException) -> None:
 
 def _last_words(verdict: Verdict) -> None:
     """The process is about to be ended from outside its main thread."""
-    running, error = watch.current(), watch.disagreement(verdict)
+    running, error = watch.current(), disagreement(verdict)
     frame = sys._current_frames().get(running.thread) if running is not None else None
     stack = traceback.StackSummary.extract(list(traceback.walk_stack(frame))[::-1]) if frame is not None else None
     speak(error, lambda ranks, world: print(tell(error, ranks, world, stack), file=sys.stderr))

@@ -16,7 +16,6 @@ Note [How a verdict arrives]
 from __future__ import annotations
 
 import atexit
-import ctypes
 import datetime
 import multiprocessing.util
 import os
@@ -31,12 +30,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lamina.core.groups import forget_groups
 from lamina.core.watch_board import Board
-from lamina.core.watch_evidence import Frames, Identity, frames_of, group_counts, state_of
+from lamina.core.watch_evidence import Frames, Identity, Neighbours, frames_of, group_counts
 from lamina.core.watch_judge import DIED, STOPPED, GroupCount, Limits, Report, Verdict, Wait, describe
-from lamina.core.watch_sever import connections, sever
-from lamina.errors import Disagreement
+from lamina.core.watch_sever import abort_groups, connections, raise_in, sever
 
 FIRST_POLL = datetime.timedelta(seconds=1.0)  # waits shorter than this leave no trace
 BEATS_TO_MEET = 30  # after so many reports all ranks of this host have registered
@@ -102,9 +99,7 @@ class Watch:
         self.last_words: Callable[[Verdict], None] = lambda verdict: None  # before the process is ended from here
         self._process = os.getpid()
         self._identity = Identity.own()
-        self._neighbours: dict[int, Identity] = {}
-        self._near: dict[int, str] = {}
-        self._stopped_since: dict[int, float] = {}
+        self.neighbours = Neighbours()
         self._still: Blocked | None = None
         self._blocked: Blocked | None = None  # the same, if it is blocked
         self._groups: dict[str, GroupCount] = {}
@@ -148,6 +143,10 @@ class Watch:
 
     def verdict_on(self, waiting: Waiting) -> Verdict | None:
         return self.ended.get(waiting.number) or self.broken.get(waiting.control)
+
+    def meet_neighbours(self) -> None:
+        """Learn who else is on this host, while the store still answers: all ranks of a model have registered."""
+        self.neighbours.known = self.board.neighbours(self._identity)
 
     def find_cause(self, waiting: Waiting, words: str) -> Verdict:
         """A connection broke: who is gone? Whoever ends says so or leaves a trace, within a moment."""
@@ -198,7 +197,7 @@ class Watch:
             self._still = None if frames is None else Blocked(time.time_ns(), time.monotonic(), frames, groups)
         self._blocked = self._still if self._still is not None and self._is_blocked(self._still) else None
         if self._current() is not None:
-            self._look_at_neighbours()
+            self.neighbours.look(self.limits.stopped_s)
             self._judge_alone()
         if self._cut is not None:
             self._cut_off(*self._cut)
@@ -217,23 +216,6 @@ class Watch:
         return (
             self.waiting is None and for_s > self.limits.silent_s and control is not None and control.device_is_busy()
         )
-
-    def _look_at_neighbours(self) -> None:
-        now = time.monotonic()
-        for rank, identity in self._neighbours.items():
-            state = state_of(identity)
-            if state != "is stopped":
-                self._stopped_since.pop(rank, None)
-                self._near.pop(rank, None)
-                if state != "runs":
-                    self._near[rank] = state
-                continue
-            for_s = now - self._stopped_since.setdefault(rank, now)
-            if for_s >= self.limits.stopped_s:
-                self._near[rank] = (
-                    f"is stopped (SIGSTOP or Ctrl-Z; process {identity.pid} on {identity.host_name}; "
-                    f"`kill -CONT {identity.pid}` would have let it go on)"
-                )
 
     def _current(self) -> Wait | None:
         """The wait that this rank is in, in the form of its report."""
@@ -272,7 +254,7 @@ class Watch:
             tuple(self.dropped),
             self.left,
             self.failed,
-            dict(self._near),
+            dict(self.neighbours.ailing),
             waiting.lost if waiting is not None else "",
         )
 
@@ -292,7 +274,7 @@ class Watch:
     def _exchange(self) -> None:
         wait = self._current()
         if wait is not None or self._beat < BEATS_TO_MEET:
-            self._neighbours = self.board.neighbours(self._identity)
+            self.meet_neighbours()
         if wait is not None or self.left or not self.board.writes_seldom or self._beat == 0:
             self.board.post(self.report())
         if self.left:
@@ -319,10 +301,11 @@ class Watch:
         """The store does not answer: who on this host is to blame?"""
         wait = self._current()
         silent_s = time.monotonic() - self._answered_at
-        if wait is None or min(wait.for_s, silent_s) < self.limits.silent_s:
+        is_known = self._store_is_gone and self.waiting is not None and self.waiting.lost != ""
+        if wait is None or (min(wait.for_s, silent_s) < self.limits.silent_s and not is_known):
             return
-        if self._near:
-            rank, how = sorted(self._near.items())[0]
+        if self.neighbours.ailing:
+            rank, how = sorted(self.neighbours.ailing.items())[0]
             said, code = f"rank {rank} {how}", STOPPED if how.startswith("is stopped") else DIED
         elif self._store_is_gone and silent_s > 2 * self.limits.silent_s:
             said, code = "the process that held the ranks' store (rank 0, or the launcher) has ended", DIED
@@ -344,7 +327,7 @@ class Watch:
         self.ended[number] = self.last_verdict = verdict
         blocked = self._blocked
         if self.waiting is None and blocked is not None and blocked.number == number and self._cut is None:
-            _raise_in(self.thread, verdict)
+            raise_in(self.thread, verdict)
             self._cut = (verdict, time.monotonic())
 
     def _cut_off(self, verdict: Verdict, since: float) -> None:
@@ -360,33 +343,6 @@ class Watch:
         if for_s > 2 * self.limits.grace_s:
             self.last_words(verdict)
             os._exit(1)
-
-
-def disagreement(verdict: Verdict) -> Disagreement:
-    """The error of a verdict. Groups in which collectives are left half done are not used again."""
-    forget_groups()
-    error = Disagreement(verdict.text)
-    error.code, error.cause = verdict.code, verdict.cause
-    return error
-
-
-def _raise_in(thread: int, verdict: Verdict) -> None:
-    """Let another thread raise the verdict as soon as it runs Python again."""
-
-    def __init__(self: Disagreement, *arguments: object) -> None:
-        forget_groups()
-        Disagreement.__init__(self, *(arguments or (verdict.text,)))
-        self.code, self.cause = verdict.code, verdict.cause
-
-    kind = type("Disagreement", (Disagreement,), {"__init__": __init__, "__module__": Disagreement.__module__})
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
-
-
-def abort_groups() -> None:
-    """End what NCCL waits for. Gloo has no such thing: see watch_sever.py."""
-    for pg in list(dist.distributed_c10d._world.pg_names):
-        with suppress(RuntimeError):
-            pg.abort()
 
 
 # ---- the one of this process ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import sysconfig
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,6 +179,31 @@ def _how(status: int) -> str:
         return f"ended with exit code {status >> 8}" if status else "has ended"
     hint = ", out of memory if nobody sent it" if number == signal.SIGKILL else ""
     return f"was ended by {signal.Signals(number).name}{hint}"
+
+
+class Neighbours:
+    """The other ranks of this host, and which of them are dead or have been stopped for long."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Identity] = {}
+        self.ailing: dict[int, str] = {}
+        self._stopped_since: dict[int, float] = {}
+
+    def look(self, stopped_s: float) -> None:
+        """One look at each; a stop counts from the first look that saw it."""
+        now = time.monotonic()
+        for rank, who in self.known.items():
+            state = state_of(who)
+            if state == "is stopped":
+                if now - self._stopped_since.setdefault(rank, now) < stopped_s:
+                    continue
+                state += f" (SIGSTOP or Ctrl-Z; process {who.pid} on {who.host_name}; `kill -CONT {who.pid}` wakes it)"
+            else:
+                self._stopped_since.pop(rank, None)
+            if state == "runs":
+                self.ailing.pop(rank, None)
+            else:
+                self.ailing[rank] = state
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------

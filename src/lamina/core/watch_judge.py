@@ -291,7 +291,7 @@ def describe(reports: Sequence[Report]) -> str:
 
 def _where(report: Report) -> str:
     doing = "" if report.wait is None else f": {report.doing}"
-    return f"{report.place}{doing}" + (f" ({report.site})" if report.site else "")
+    return f"{report.place.rstrip(',')}{doing}" + (f" ({report.site})" if report.site else "")
 
 
 def _numbers(reports: Iterable[Report]) -> dict[int, int]:

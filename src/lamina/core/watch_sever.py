@@ -1,4 +1,4 @@
-"""Ending a wait of Gloo's from outside: closing the connections between ranks.
+"""Ending a wait by a verdict: as an error, and from outside where the one who waits cannot look up.
 
 NCCL has `abort`; for Gloo, in torch 2.13, it does nothing, and a thread in `dist.barrier()` sits in C++ until a peer's
 end closes a connection. Peers that raise an error do not always end (a notebook, a process pool). So each rank writes
@@ -8,6 +8,7 @@ groups are lost by that; its process, and every connection to anything else, is 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from contextlib import suppress
@@ -16,7 +17,41 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from lamina.core.groups import forget_groups
+from lamina.core.watch_judge import Verdict
+from lamina.errors import Disagreement
+
 _ESTABLISHED = "01"
+
+
+def disagreement(verdict: Verdict) -> Disagreement:
+    """The error of a verdict. Groups in which collectives are left half done are not used again."""
+    forget_groups()
+    error = Disagreement(verdict.text)
+    error.code, error.cause = verdict.code, verdict.cause
+    return error
+
+
+def raise_in(thread: int, verdict: Verdict) -> None:
+    """Let another thread raise the verdict as soon as it runs Python again."""
+
+    def __init__(self: Disagreement, *arguments: object) -> None:
+        forget_groups()
+        Disagreement.__init__(self, *(arguments or (verdict.text,)))
+        self.code, self.cause = verdict.code, verdict.cause
+
+    kind = type("Disagreement", (Disagreement,), {"__init__": __init__, "__module__": Disagreement.__module__})
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def abort_groups() -> None:
+    """End what NCCL waits for. Gloo has no such thing: see `sever`."""
+    for pg in list(dist.distributed_c10d._world.pg_names):
+        with suppress(RuntimeError):
+            pg.abort()
+
+
+# ---- Gloo ----------------------------------------------------------------------------------------------------------
 
 
 class Connection(NamedTuple):
