@@ -12,6 +12,7 @@ from lamina.checkpoint import converting, folders
 from lamina.checkpoint.manifest import Manifest, WholeEntry
 from lamina.checkpoint.opening import format_of, open_source
 from lamina.checkpoint.source import LaminaSource, Source
+from lamina.checkpoint.values import decode
 from lamina.errors import CheckpointError, LaminaError
 
 Format = Literal["lamina", "torch", "dcp", "hf"]
@@ -161,7 +162,9 @@ def _summary(path: Path, manifest: Manifest) -> str:
         optimizer = manifest.optimizer
         keys = sorted({key for s in optimizer.states.values() for key in (*s.split, *s.whole, *s.values)})
         lines.append(f"{optimizer.kind}: {len(optimizer.groups)} groups, states {', '.join(keys) or 'none'}")
-        lines += [f"  group {i}: {len(g.parameters)} parameters, {g.options}" for i, g in enumerate(optimizer.groups)]
+        lines += [
+            f"  group {i}: {len(g.parameters)} parameters, {decode(g.options)}" for i, g in enumerate(optimizer.groups)
+        ]
     own = [name for name, entry in manifest.buffers.items() if isinstance(entry, WholeEntry) and entry.file is None]
     lines.append(f"extra {manifest.extra}, random states {'of every rank' if manifest.random else 'none'}")
     if own:
