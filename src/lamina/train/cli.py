@@ -55,22 +55,23 @@ def main(argv: Sequence[str]) -> int:
         return _train(list(argv))
     except LaunchError as error:
         return _failed(_in_short(str(error)))
+    except UsageError as error:
+        return _failed(str(error), once=True)
     except LaminaError as error:
         return _failed(str(error))
 
 
-def _failed(message: str) -> int:
-    print(f"lamina train: {message}", file=sys.stderr)
+def _failed(message: str, once: bool = False) -> int:
+    """`once`: every rank knows it, so under torchrun rank 0 says it for all."""
+    if not once or os.environ.get("RANK", "0") == "0":
+        print(f"lamina train: {message}", file=sys.stderr)
     return 1
 
 
 def _in_short(text: str) -> str:
     """A mistake of the user needs no traceback; anything else keeps it."""
     head, _, _ = text.partition("\n\n")
-    for kind in ("lamina.errors.", "UsageError: "):
-        if kind in head:
-            return head.split(": ", 2)[-1]
-    return text
+    return head.split(": ", 2)[-1] if "lamina.errors." in head else text
 
 
 def _train(argv: list[str]) -> int:
