@@ -227,9 +227,11 @@ class Reducer:
                 key = (unit.index, number, pending.slot is not None) if stable else None
                 rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key)
             elif segment.trainable and pending.replicated:
-                total = self._scratch(f"sum {number}", source.numel(), gradient_dtype(segment.master), source.device)
+                total, wide = source, gradient_dtype(segment.master)
+                if source.dtype is not wide:
+                    total = self._scratch(f"sum {number}", source.numel(), wide, source.device).copy_(source)
                 self.bytes_moved += 2 * total.nbytes
-                pending.works.append(self.transport.all_reduce(mesh.replicas, total.copy_(source)))
+                pending.works.append(self.transport.all_reduce(mesh.replicas, total))
                 rows = (total,)
             pending.rows.append(rows)
 
