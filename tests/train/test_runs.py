@@ -248,5 +248,8 @@ def test_resuming_what_has_ended_or_never_began(tmp_path: Path) -> None:
     expect_error(1, train, 1, small(text, folder, steps=3), True, error="UsageError", contains=("ended", "--steps 6"))
     run_ranks(1, train, 1, small(text, folder, steps=5), True)
     assert max(losses(folder)) == 5
+    with text.open("a") as file:
+        file.write("one more sum: 1 + 1 = 2\n" * 9)
+    expect_error(1, train, 1, small(text, folder, steps=7), True, error="UsageError", contains=("sequences", "new run"))
     lost = changed(small(text, folder), output=str(tmp_path / "other"))
     expect_error(1, train, 1, lost, True, error="UsageError", contains=("no complete checkpoint",))

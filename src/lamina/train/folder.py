@@ -127,7 +127,8 @@ def draw_curve(path: Path, rows: list[dict[str, Any]], bigram: float | None) -> 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for key, label in (("loss", "training"), ("held_out_loss", "held out")):
         points = [(row["step"], row[key]) for row in rows if key in row]
-        axes.plot(*zip(*points, strict=True), label=label) if points else None
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "held_out_loss" else "")
     if bigram is not None:
         axes.axhline(bigram, linestyle=":", color="gray", label="bigram table, held out")
     axes.set(xlabel="step", ylabel="loss, nats per token")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina.checkpoint.api import load, save
+from lamina.errors import UsageError
 from lamina.optim.clip import clip_grad_norm_
 from lamina.runtime.scopes import accumulate, total
 from lamina.train.agreed import on_rank_0
@@ -202,7 +203,12 @@ class Training:
         self._report()
         if self.step in self._saved:
             return
-        extra = {"step": self.step, "loss": self.curve.loss, "held_out": [list(point) for point in self.curve.held_out]}
+        extra = {
+            "step": self.step,
+            "sequences": len(self.job.rows),
+            "loss": self.curve.loss,
+            "held_out": [list(point) for point in self.curve.held_out],
+        }
         save(str(self.folder.checkpoint(self.step)), self.job.model, self.job.optimizer, extra=extra)
         self._saved.append(self.step)
         best = min(
@@ -213,8 +219,14 @@ class Training:
         self._marked = time.perf_counter()
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint. Collective."""
+        """Go on from a checkpoint. Collective; `UsageError` if the data are others than they were."""
         extra = load(str(checkpoint), self.job.model, self.job.optimizer)
+        if extra["sequences"] != len(self.job.rows):
+            raise UsageError(
+                f"--resume {self.folder.path}: the data were {extra['sequences']} sequences and are "
+                f"{len(self.job.rows)} now, so the order of reading cannot go on: give the text as it was, or begin a "
+                "new run"
+            )
         self.step = int(extra["step"])
         self.curve = Curve(list(extra["loss"]), [(int(step), loss) for step, loss in extra["held_out"]])
         kept = [int(p.name.removeprefix("step-")) for p in self.folder.checkpoints.glob("step-*")]
