@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from lamina.core.watch_judge import (
-    ALL_SAME_S,
     DIED,
     ENDED,
     ORDER,
@@ -129,6 +128,8 @@ def test_one_look_proves_nothing() -> None:
     moved = {r.rank: replace(r, beat=8) for r in (first, second)}
     moved[1] = replace(moved[1], wait=Wait(999, "lamina", 5.0, "1"))
     assert judge({0: first, 1: second}, moved, LIMITS) is None, "rank 1 is in another wait"
+    further = replace(second, beat=8, groups={**second.groups, "gather": GroupCount(6, True)})
+    assert judge({0: first, 1: second}, {0: replace(first, beat=8), 1: further}, LIMITS) is None, "rank 1 goes on"
 
 
 def test_different_phases_under_one_number() -> None:
@@ -218,10 +219,10 @@ def test_ranks_known_to_be_missing_go_before_counts() -> None:
 def test_the_last_resort_takes_half_a_minute() -> None:
     """All blocked, nobody ahead: the same collective was entered from different places, or the network is very slow."""
     places = ("step 12 forward", "step 12 backward")
-    for for_s, is_named in ((ALL_SAME_S - 1, False), (ALL_SAME_S + 1, True)):
+    for for_s, is_named in ((25.0, False), (35.0, True)):
         reports = [rank(r, {"gather": 5}, waits="lamina", for_s=for_s, place=places[r]) for r in range(2)]
         assert (look_twice(*reports) is not None) is is_named
-    alike = [rank(r, {"gather": 5}, waits="lamina", for_s=ALL_SAME_S + 1) for r in range(2)]
+    alike = [rank(r, {"gather": 5}, waits="lamina", for_s=35.0) for r in range(2)]
     assert look_twice(*alike) is None
 
 

@@ -30,7 +30,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lamina.core.watch_board import Board
+from lamina.core.watch_board import Board, answers
 from lamina.core.watch_evidence import Frames, Identity, Neighbours, frames_of, group_counts
 from lamina.core.watch_judge import DIED, STOPPED, GroupCount, Limits, Report, Verdict, Wait, describe
 from lamina.core.watch_sever import abort_groups, connections, raise_in, sever
@@ -163,6 +163,7 @@ class Watch:
         """The process ends its work: tell the others, before it is too late to."""
         if self.left or os.getpid() != self._process:
             return
+        self._store_is_gone = self._store_is_gone or not answers(self.store)
         self.left, self.failed = how, failed
         self._sent.clear()
         self._hurry()
@@ -261,6 +262,7 @@ class Watch:
     def _talk(self) -> None:
         """What goes over the store. That it is gone is said by `_judge_alone`."""
         if self._store_is_gone or not (dist.is_initialized() or self.left):
+            self._sent.set()
             return
         try:
             self._exchange()

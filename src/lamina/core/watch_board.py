@@ -9,6 +9,7 @@ judge that falls silent is replaced.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ from lamina.core.watch_judge import Limits, Report, Verdict, judge
 FREE = "free"
 LOOKS_KEPT = 200  # a rank that lost a peer looks often
 SILENT_BEATS = 2.5
+KNOCK_S = 0.5
 
 
 class Board:
@@ -127,7 +129,23 @@ class Board:
             self._lease = ""
 
 
+def answers(store: Any) -> bool:
+    """Whether somebody listens where the store was; torch would fill the terminal with its stack if nobody does."""
+    store = _base(store)
+    if not isinstance(store, dist.TCPStore):
+        return True
+    try:
+        socket.create_connection((store.host, store.port), KNOCK_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _is_a_file(store: Any) -> bool:
+    return isinstance(_base(store), dist.FileStore)
+
+
+def _base(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+    return store
