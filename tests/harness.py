@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness_worker
-from harness_worker import Answer, Call, Settle, Settled
+from harness_worker import Answer, Call, Settled
 
 START_TIMEOUT_S = 120.0  # a cold import of torch by four ranks on two busy cores
 GRACE_S = 4.0  # how long the others may go on once one rank has failed
@@ -169,7 +169,7 @@ class _Pool:
         answers, silent = self._collect(timeout_s)
         errors, results = self._sort(answers, silent, timeout_s)
         if not any(rank in silent or answers[rank] is None for rank in range(self.world)):
-            self._settle(failed=bool(errors))
+            self._settle()
         if silent:
             raise RankTimeout(errors, results)
         if errors:
@@ -186,10 +186,10 @@ class _Pool:
             pipe.close()
         self._folder.cleanup()
 
-    def _settle(self, failed: bool) -> None:
+    def _settle(self) -> None:
         """Let the ranks meet in one collective on the default group; the pool lives on if they all do."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps(Settle(failed)))
+            pipe.send_bytes(pickle.dumps(None))
         answers, silent = self._collect(2 * GRACE_S)
         in_step = all(isinstance(answer, Settled) and answer.in_step for answer in answers.values())
         crowded = any(isinstance(answer, Settled) and answer.groups > MAX_GROUPS for answer in answers.values())

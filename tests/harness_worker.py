@@ -36,12 +36,6 @@ class Answer(NamedTuple):
     error: tuple[str, str, str] | None  # type name, message, traceback
 
 
-class Settle(NamedTuple):
-    """Meet in one collective after a call."""
-
-    failed: bool  # some rank raised: groups may hold half a collective
-
-
 class Settled(NamedTuple):
     in_step: bool  # the default group still works and all ranks are at the same call
     groups: int  # process groups alive in this rank
@@ -63,15 +57,15 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     gc.collect()
     gc.freeze()  # torch's own objects need not be looked at after every call
-    pipe.send_bytes(pickle.dumps(_settle(0, failed=False)))
+    pipe.send_bytes(pickle.dumps(_settle(0)))
     calls = 0
     while True:
         try:
             message = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        if isinstance(message, Settle):
-            reply: Answer | Settled = _settle(calls, message.failed)
+        if message is None:
+            reply: Answer | Settled = _settle(calls)
         else:
             calls += 1
             reply = _answer(message)
@@ -93,13 +87,10 @@ def _answer(call: Call) -> Answer:
     return answer
 
 
-def _settle(calls: int, failed: bool) -> Settled:
+def _settle(calls: int) -> Settled:
     import torch
     import torch.distributed as dist
 
-    groups = sys.modules.get("lamina.core.groups")
-    if failed and groups is not None:
-        groups.forget_groups()
     if not dist.is_initialized():
         return Settled(False, 0)
     mine = torch.tensor([calls, -calls], dtype=torch.int64)

@@ -62,9 +62,40 @@ def test_equals_one_process(strategy: str, slots: int) -> None:
         mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none"), nprocs=2)
 
 
+def distill(rank: int, world: int, folder: str) -> None:
+    """Two models on the same ranks share groups and lanes: a student learns from a teacher that learns as well."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    models = [lamina.shard(build(), "zero3", units=[Block]) for _ in range(2)]
+    plains = [build() for _ in range(2)]
+    steps = [[torch.optim.SGD(m.parameters(), lr=1e-2) for m in pair] for pair in (models, plains)]
+    for step in range(4):
+        data = torch.randn(2 * world, 16, generator=torch.Generator().manual_seed(step)).double().cuda()
+        for (teacher, student), optimizers, part in (
+            (models, steps[0], data[2 * rank : 2 * rank + 2]),
+            (plains, steps[1], data),
+        ):
+            wanted = teacher(part)
+            (student(part * 2) - wanted).pow(2).mean().backward()  # through both graphs, in turns
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for model, plain in zip(models, plains, strict=True):
+        with lamina.gathered(model):
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p, q.detach(), rtol=0, atol=1e-10, msg=name)
+    dist.destroy_process_group()
+
+
+def test_two_models_equal_one_process() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(distill, (2, folder), nprocs=2)
+
+
 if __name__ == "__main__":  # where pytest is not installed
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     for name in ("zero3", "zero2", "zero1", "ddp"):
         for count in (1, 3):
             test_equals_one_process(name, count)
             print(name, count, "equal")
+    test_two_models_equal_one_process()

@@ -18,12 +18,10 @@ import torch.distributed as dist
 
 from lamina import errors
 from lamina.core import watch
-from lamina.core.groups import begin_generation, generation
 from lamina.core.watch_sever import disagreement
 from lamina.errors import Disagreement, TransportError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
-GENERATIONS_APART = 1_000_000  # above what any process has counted by itself
 
 _attempts = itertools.count(1)
 _times_met: dict[tuple[int, ...], int] = {}
@@ -63,14 +61,11 @@ class Door:
         key = f"{hashlib.sha1(str(ranks).encode()).hexdigest()} {times} {_failed_tries}"
         groups = len(dist.distributed_c10d._world.pg_names)
         self._store.set(f"groups {key} {self._me}", str(groups))
-        alike, same_generation = f"alike {key} {groups}", f"generation {key} {generation()}"
+        alike = f"alike {key} {groups}"
         self._store.add(alike, 1)
-        self._store.add(same_generation, 1)
         self._wait_here(key, ranks)
         watch.start().meet_neighbours()
         _times_met[ranks] = times + 1
-        if self._store.add(same_generation, 0) < len(ranks):
-            begin_generation(GENERATIONS_APART * (times + 1))
         whole_world = len(ranks) == dist.get_world_size()
         if not whole_world and self._store.add(alike, 0) < len(ranks):
             self._raise_histories(key, ranks)

@@ -1,18 +1,12 @@
-"""Process groups, one for the same ranks on the same lane, shared by all sharded models of a process.
+"""Process groups of one model: one for the same ranks on the same lane.
 
-A group is dear: on a GPU a communicator holds hundreds of MB, on Gloo a thread wakes a hundred times a second. torch
-makes a new one at every call; here models on the same ranks share them. That is safe because every rank issues the
-collectives of all its models in one order (Note [One order] in runtime/engine.py).
-
-Note [Groups shared]
-    Ranks that were found at different places may have left half a collective in a group: whoever raises that error
-    calls `forget_groups`, and the next model gets new ones. Should some ranks have forgotten and others not, they find
-    out at the door of the next `shard()` (door.py), and all forget.
+Models never share groups, dear as these are. The collectives of one model follow its program on every rank; how those
+of two models interleave in one backward depends on the path that a rank takes, and on a common group they would pair
+different units (tests/parity/test_two_models.py).
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -35,44 +29,12 @@ class Group:
         return self.size == 1
 
 
-class _Shared:
-    """The groups made so far, by lane, backend and ranks; forgotten with the default group that they belong to."""
-
-    def __init__(self) -> None:
-        self.groups: dict[tuple[str, str | None, tuple[int, ...], bool], dist.ProcessGroup] = {}
-        self.generation = 0
-        self.world: weakref.ref[dist.ProcessGroup] | None = None
-
-
-_shared = _Shared()
-
-
-def forget_groups() -> None:
-    """Let the next model make new groups: these may hold half a collective. See Note [Groups shared]."""
-    _shared.groups = {}
-    _shared.generation += 1
-
-
-def generation() -> int:
-    """How often this process has forgotten its groups; ranks where it differs must all forget them."""
-    return _shared.generation
-
-
-def begin_generation(number: int) -> None:
-    """Forget, and count from a number that other ranks take as well."""
-    _shared.groups, _shared.generation = {}, number
-
-
 class GroupMaker:
     """Groups of one mesh, asked for in the same order on every rank."""
 
     def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
         self.ranks, self.me, self.whole_world, self.backend = ranks, me, whole_world, backend
-        world = dist.group.WORLD
-        assert world is not None
-        if _shared.world is None or _shared.world() is not world:
-            forget_groups()
-            _shared.world = weakref.ref(world)
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
     def make(self, level: Level, lane: str) -> Group:
         """This rank's group of a level."""
@@ -104,10 +66,10 @@ class GroupMaker:
                 f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the "
                 "mesh axes in the order ('replicate', 'shard')"
             )
-        key = (lane, backend, tuple(global_ranks), self.whole_world)
-        if key not in _shared.groups:
+        key = (lane, tuple(global_ranks))
+        if key not in self._made:
             made = dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)
             if isinstance(made, dist.ProcessGroup):  # this rank is a member
                 OUR_GROUPS.add(str(made.group_name))
-            _shared.groups[key] = made
-        return _shared.groups[key]
+            self._made[key] = made
+        return self._made[key]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lamina.core.groups import forget_groups
 from lamina.core.watch_judge import Verdict
 from lamina.errors import Disagreement
 
@@ -25,8 +24,7 @@ _ESTABLISHED = "01"
 
 
 def disagreement(verdict: Verdict) -> Disagreement:
-    """The error of a verdict. Groups in which collectives are left half done are not used again."""
-    forget_groups()
+    """The error of a verdict."""
     error = Disagreement(verdict.text)
     error.code, error.cause = verdict.code, verdict.cause
     return error
@@ -36,7 +34,6 @@ def raise_in(thread: int, verdict: Verdict) -> None:
     """Let another thread raise the verdict as soon as it runs Python again."""
 
     def __init__(self: Disagreement, *arguments: object) -> None:
-        forget_groups()
         Disagreement.__init__(self, *(arguments or (verdict.text,)))
         self.code, self.cause = verdict.code, verdict.cause
 

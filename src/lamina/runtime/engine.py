@@ -172,6 +172,8 @@ class Engine:
             self._agree(phase, op, unit)
         else:
             self._follow(phase, op, unit)
+        if op is Op.FORWARD:
+            unit.was_entered = True
         if unit.plain:
             unit.windows += 1
             return None
@@ -233,12 +235,16 @@ class Engine:
         while phase.cursor < len(steps):
             step = steps[phase.cursor]
             if step.op is Op.REDUCE:
-                if step.unit not in phase.ready:
+                if step.unit not in phase.ready and self.units[step.unit].was_entered:
+                    return  # its gradients may come yet; those of a unit that this rank left out do not
+            elif step.op is Op.BACKWARD:
+                if self.units[step.unit].was_entered:
                     return
-            elif step.op is not Op.GATHER or self.residency.would_wait(self.units[step.unit].slot):
+            elif step.op is Op.FORWARD or self.residency.would_wait(self.units[step.unit].slot):
                 return
             phase.cursor += 1
-            self._execute(phase, step)
+            if step.op is not Op.BACKWARD:
+                self._execute(phase, step)
 
     def _issue(self, phase: Phase, stop: int) -> None:
         """Issue everything before index `stop`, with zeros for reductions that this rank has nothing for."""

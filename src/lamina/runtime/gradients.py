@@ -104,6 +104,7 @@ class Gradients:
             self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
         if contribute:
             self.drop(unit)
+            unit.was_entered = unit.alive_uses > 0
         if slot is not None:
             slot.to(SlotState.GRADS)
         self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.active_ranks)

@@ -71,6 +71,7 @@ class Unit:
         self._shown: dict[Slot, list[dict[str, nn.Parameter | None]]] = {}  # by window, what a use of the slot shows
         self.overflow: list[Slot] = []
         self.windows = 0  # open uses whose modules see full parameters
+        self.was_entered = False  # by a forward, since its last reduction
         self.kept = 0  # `keep` scopes that hold it
         self.alive_uses = 0  # forward visits whose graph may still be run backward
         self.gathers = self.reduces = self.overflows = 0
