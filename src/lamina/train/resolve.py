@@ -46,7 +46,7 @@ def resolve(config: Config, machine: Machine) -> Config:
     length = batches.length or ((1024 if gpu else 256) if tuned else (256 if gpu else 128))
     batches = replace(batches, batch=batch, length=length)
     if opt.steps is None and not tuned:
-        opt = replace(opt, steps=2000 if gpu else 250)
+        opt = replace(opt, steps=2000 if gpu else 300)
     if opt.lr is None:
         opt = replace(opt, lr=(2e-4 if config.lora else 2e-5) if tuned else 3e-3)
     strategy = shards.strategy or ("auto" if tuned else "zero3")
