@@ -142,7 +142,7 @@ class Watch:
         self.waiting = None
 
     def verdict_on(self, waiting: Waiting) -> Verdict | None:
-        return self.ended.get(waiting.number) or self.broken.get(waiting.control)
+        return self.broken.get(waiting.control) or self.ended.get(waiting.number)
 
     def meet_neighbours(self) -> None:
         """Learn who else is on this host, while the store still answers: all ranks of a model have registered."""
@@ -319,9 +319,10 @@ class Watch:
     # ---- verdicts ----------------------------------------------------------------------------------------------
 
     def _receive(self, verdict: Verdict) -> None:
-        for control in verdict.controls:
-            self.broken.setdefault(control, verdict)
         number = verdict.waits.get(self.rank)
+        # the first verdict on a control holds, so that ranks which are reached by different ones say the same
+        for control in verdict.controls:
+            verdict = self.broken.setdefault(control, verdict)
         if number is None:
             return
         with suppress(RuntimeError):
@@ -335,7 +336,7 @@ class Watch:
     def _cut_off(self, verdict: Verdict, since: float) -> None:
         """Note [How a verdict arrives] 2."""
         blocked = self._blocked
-        if blocked is None or blocked.number != verdict.waits[self.rank]:
+        if blocked is None or self.ended.get(blocked.number) is not verdict:
             self._cut = None
             return
         for_s = time.monotonic() - since
