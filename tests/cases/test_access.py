@@ -244,6 +244,36 @@ def saved_whole() -> None:
     torch.save(sharded(), io.BytesIO())
 
 
+class Clamping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Renormed(nn.Module):
+    """`max_norm` writes into the table in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x.abs() * 10).long()[:, 0] % 11) + x
+
+
+def clamped_in_forward() -> None:
+    own_step(lamina.shard(seeded(lambda: Chain(Clamping(WIDTH, WIDTH))), units=["blocks.*"]))
+
+
+def renormed_in_forward() -> None:
+    own_step(lamina.shard(seeded(lambda: Chain(Renormed())), "zero1", units=["blocks.*"], transport="peer"))
+
+
+def traced() -> None:
+    torch.jit.trace(sharded(), batch_of(0, 0))
+
+
 NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     adapter: ("ParameterChanged", ["blocks.1.adapter.weight", "no unit"]),
     new_head: ("ParameterChanged", ["last.weight", "no unit"]),
@@ -257,6 +287,9 @@ NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     fsdp_before: ("UsageError", ["first.weight", "fully_shard"]),
     functional_call: ("ParameterChanged", ["first.weight", "replaced"]),
     functional_gradient: ("StateError", ["Chain", "torch.func.grad"]),
+    traced: ("StateError", ["Chain", "torch.jit.trace"]),
+    clamped_in_forward: ("StateError", ["blocks.0.weight", "in place"]),
+    renormed_in_forward: ("StateError", ["blocks.0.table.weight", "max_norm"]),
     one_vector: ("ShardOpError", ["first.weight"]),
     backward_to_parameters: ("ShardOpError", ["first.weight", "p.grad"]),
     hessian: ("StateError", ["keep"]),

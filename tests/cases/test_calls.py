@@ -99,6 +99,34 @@ class Translating(nn.Module):
         return y
 
 
+class Dispatching(nn.Module):
+    """Tokens go to the expert of their gate's choice; an expert may see none on a rank, or on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(linear() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        chosen, out = weights.argmax(-1), x
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number : number + 1])
+        return out
+
+
+class HalfWithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.still, self.moving = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.still(x)
+        return self.moving(x + y)
+
+
 def noting(where: str) -> nn.Module:
     """Hooks of the user's that read weights: a penalty is added to the output, or noted in the backward."""
     model = Chain(linear(), linear())
@@ -190,6 +218,12 @@ CASES: dict[str, Case] = {
     "dropout, recomputed with reentry": Case(lambda: Recomputed(True)),
     "encoder and decoder, recomputed": Case(lambda: Translating(False), units=("encoder.*", "blocks.*")),
     "encoder and decoder, with reentry": Case(lambda: Translating(True), units=("encoder.*", "blocks.*")),
+    "tokens to experts": Case(
+        lambda: Chain(Dispatching(), Dispatching()), units=("blocks.*.experts.*", "blocks.*.gate"), steps=3
+    ),
+    "half without gradients": Case(
+        lambda: Chain(HalfWithoutGradients(), HalfWithoutGradients()), units=("blocks.*.still", "blocks.*.moving")
+    ),
     "forward pre-hook": Case(lambda: noting("before")),
     "forward hook": Case(lambda: noting("after")),
     "full backward hook": Case(lambda: noting("backward")),

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from cases.training import TOLERANCE, WIDTH, Case, worst_of
+import lamina
+from cases.training import TOLERANCE, WAYS, WIDTH, Case, worst_of
 from harness import run_ranks
 from parity.structures import Chain, Lora
 
@@ -210,3 +211,18 @@ def run(name: str) -> dict[str, float]:
 def test_parameters_of_every_kind_equal_one_process(name: str) -> None:
     for found in run_ranks(2, run, name, timeout=40):
         assert max(found.values()) <= TOLERANCE, found
+
+
+def a_little_more(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that is larger by 1e-7 of itself where the model is sharded."""
+    is_sharded = isinstance(next(model.parameters()), lamina.Shard)
+    return model(x).pow(2).mean() * (1 + 1e-7 * is_sharded)
+
+
+def run_control() -> dict[str, float]:
+    return worst_of(Case(lambda: chain(linear), a_little_more), WAYS[:3])
+
+
+def test_a_small_fault_is_seen() -> None:
+    for found in run_ranks(2, run_control):
+        assert min(found.values()) > TOLERANCE, found

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class SlotState(enum.Enum):
     GRADS = "grads"
 
 
+_version_of = attrgetter("_version")
 WEIGHTY = (SlotState.WEIGHTS, SlotState.GATHERING)  # the weights are there, or on their way
 
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
@@ -65,8 +67,13 @@ class Slot:
             for start, spec in zip(plan.starts, plan.params, strict=True)
         ]
         self.fulls = [bind(view, spec.trainable) for view, spec in zip(self.views, layout.params, strict=True)]
+        self.versions = self.count_writes()  # of `fulls` as long as nobody has written to them
         if DebugMode.enabled:
             self._poison()
+
+    def count_writes(self) -> list[int]:
+        """How often each full parameter was written in place; gathers write past it, so these are the user's."""
+        return list(map(_version_of, self.fulls))
 
     @property
     def has_weights(self) -> bool:

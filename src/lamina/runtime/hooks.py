@@ -117,6 +117,7 @@ class ModuleHooks:
         if not failed:
             tensors = tensors_in(output)
             self._check_aliases(frame, tensors)
+            self._check_writes(frame)
             if torch.is_grad_enabled():
                 self._watch(frame, output, tensors)
         for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
@@ -156,6 +157,19 @@ class ModuleHooks:
                     "for other weights after the forward. Return `weight.clone()`"
                 )
 
+    def _check_writes(self, frame: Frame) -> None:
+        """What a forward writes into a full parameter is lost when it is given back."""
+        for unit, slot in zip(self.units, frame.slots, strict=True):
+            if slot is None or (found := slot.count_writes()) == slot.versions:
+                continue
+            changed = [old != new for old, new in zip(slot.versions, found, strict=True)]
+            slot.versions = found
+            raise StateError(
+                f"`{unit.layout.params[changed.index(True)].name}` was changed in place inside the forward of "
+                f"{self.title}, on its gathered copy, so that the change would be lost: use a buffer, or change the "
+                "parameter between steps (`with torch.no_grad(): p.clamp_(...)`; Embedding without max_norm=)"
+            )
+
 
 def _storage(tensor: Tensor) -> int | None:
     try:
@@ -165,7 +179,9 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def refuse_transforms(title: str) -> None:
-    """`torch.func.grad` and its kin differentiate by wrapping every tensor, and forbid gathering inside."""
+    """`torch.func.grad` and its kin wrap every tensor and forbid gathering inside; so does `torch.jit.trace`."""
+    if torch._C._is_tracing():
+        raise StateError(f"{title} was called inside torch.jit.trace: trace the model before lamina.shard()")
     top = torch._C._functorch.peek_interpreter_stack()
     if top is not None and top.key() in _DIFFERENTIATING:
         raise StateError(
