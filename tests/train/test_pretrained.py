@@ -121,7 +121,7 @@ def packed_logits(folder: Path) -> float:
 
 
 def test_packed_logits_are_those_of_each_document_alone(llama: Path) -> None:
-    assert max(run_ranks(2, packed_logits, llama)) < 1e-12
+    assert max(run_ranks(1, packed_logits, llama)) < 1e-12
 
 
 def chunked(folder: Path, strategy: str) -> float:
@@ -197,7 +197,7 @@ def test_fine_tuning_ends_in_a_folder_that_transformers_loads(llama: Path, tmp_p
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     words = transformers.AutoTokenizer.from_pretrained(folder)
     assert words("1 + 1")["input_ids"] == words.convert_tokens_to_ids([*"1 + 1"])
-    again = run_ranks(2, train, 2, tuned(folder, tmp_path / "again", text, evaluate_batches=99, steps=1))[0]
+    again = run_ranks(1, train, 1, tuned(folder, tmp_path / "again", text, evaluate_batches=99, steps=1))[0]
     assert f"step 0: held-out loss {held_out[12]:.3f}" in again, "the weights that were trained are those in the folder"
     assert model.config.tie_word_embeddings
 
@@ -234,7 +234,7 @@ def test_adapters(llama: Path, tmp_path: Path) -> None:
                 layer.weight += 2.0 * b @ a
     model.save_pretrained(tmp_path / "merged")
     write_tokenizer(tmp_path / "merged")
-    again = run_ranks(2, train, 2, tuned(tmp_path / "merged", tmp_path / "again", text, steps=1))[0]
+    again = run_ranks(1, train, 1, tuned(tmp_path / "merged", tmp_path / "again", text, steps=1))[0]
     assert f"step 0: held-out loss {held_out[12]:.3f}" in again
 
 
@@ -255,7 +255,7 @@ def test_only_answers_are_learned(llama: Path, tmp_path: Path) -> None:
 
 def test_a_run_on_conversations(llama: Path, tmp_path: Path) -> None:
     config = tuned(llama, tmp_path / "run", write_chat(tmp_path), steps=6, length=48)
-    run_ranks(2, train, 2, config)
+    run_ranks(1, train, 1, config)
     assert losses(tmp_path / "run", "held_out_loss")[6] < losses(tmp_path / "run", "held_out_loss")[0]
 
 
@@ -319,5 +319,5 @@ def test_a_model_that_reads_across_documents_is_refused(tmp_path: Path) -> None:
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
     write_tokenizer(tmp_path / "mamba")
     run = tuned(tmp_path / "mamba", tmp_path / "run", write_text(tmp_path), steps=2)
-    expect_error(2, train, 2, run, error="UsageError", contains=("keep documents apart", "--packing padded"))
-    run_ranks(2, train, 2, changed(run, packing="padded"))
+    expect_error(1, train, 1, run, error="UsageError", contains=("keep documents apart", "--packing padded"))
+    run_ranks(1, train, 1, changed(run, packing="padded"))
