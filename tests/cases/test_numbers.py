@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
 
 
 def run(name: str) -> dict[str, float]:
-    return worst_of(CASES[name], WIDE)
+    return worst_of(CASES[name], WIDE[: {1: 1, 2: 4, 4: 3}[dist.get_world_size()]])
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -122,9 +122,16 @@ def scaled(strategy: str, transport: str, way: str, inf: tuple[str, int] | None)
     return parameter_deviation(model, {n: p.detach() for n, p in plain.named_parameters()}), has
 
 
-@pytest.mark.parametrize("way", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize(
-    ("strategy", "transport"), [("zero3", "c10d"), ("zero1", "c10d"), ("zero3", "peer"), ("ddp", "c10d")]
+    ("strategy", "transport", "way"),
+    [
+        ("zero3", "c10d", "fused"),
+        ("zero3", "c10d", "foreach"),
+        ("zero3", "c10d", "for-loop"),
+        ("zero1", "c10d", "foreach"),
+        ("zero3", "peer", "fused"),
+        ("ddp", "c10d", "for-loop"),
+    ],
 )
 def test_a_scaler_skips_on_all_ranks(strategy: str, transport: str, way: str) -> None:
     places = [None] if strategy == "ddp" else [("2.weight", 0), ("2.weight", 1), ("0.bias", 0), None]
