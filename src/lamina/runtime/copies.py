@@ -92,8 +92,7 @@ def attach(runtime: Runtime) -> None:
     if model is not None:
         runtime.control.follow(model)
         if runtime.mesh.world > 1:
-            owned = [param for unit in runtime.units for param in unit.params]
-            runtime.engine.newcomers = Newcomers(model, owned)
+            runtime.engine.newcomers = Newcomers(model, runtime.units)
     for hooks in runtime.hooks.values():
         hooks.copy = lambda memo, runtime=runtime: copied_hooks(runtime, memo)
 

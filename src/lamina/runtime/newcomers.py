@@ -7,7 +7,7 @@ and module that is registered anywhere in the process, so that a forward looks o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from lamina.errors import ParameterChanged
+from lamina.runtime.unit import Unit
 
 
 class _Registrations:
@@ -39,10 +40,10 @@ def _count() -> None:
 class Newcomers:
     """What one sharded model holds beside the parameters of its units."""
 
-    def __init__(self, model: nn.Module, owned: Iterable[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         _count()
-        self.model = weakref.ref(model)
-        self.owned = frozenset(map(id, owned))
+        self.model, self.units = weakref.ref(model), units
+        self.owned = frozenset(id(param) for unit in units for param in unit.params)
         self.seen = -1  # registrations in the process when this last looked
         self.others: list[tuple[str, nn.Parameter]] = []
 
@@ -51,6 +52,9 @@ class Newcomers:
         model = self.model()
         if self.seen != _Registrations.count and model is not None:
             self.seen = _Registrations.count
+            for unit in self.units:  # what stands where one of theirs stood is named as that
+                for window in unit.module_windows:
+                    window.check()
             self.others = [(name, p) for name, p in model.named_parameters() if id(p) not in self.owned]
         if not self.others or not torch.is_grad_enabled():
             return
