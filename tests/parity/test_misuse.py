@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,14 @@ def thawed_in_16_bit() -> None:
     own_step(model)
 
 
+def report_of_a_copy() -> None:
+    lamina.report(copy.deepcopy(sharded()))
+
+
+def report_of_a_part() -> None:
+    lamina.report(sharded().blocks[0])
+
+
 def read_outside() -> None:
     model = sharded()
     torch.nn.functional.linear(data_of(0), model.blocks[0].weight)
@@ -95,6 +104,8 @@ MISUSE: dict[Callable[[], None], tuple[str, list[str]]] = {
     create_graph: ("StateError", ["keep"]),
     gradient_of_parameters: ("ShardOpError", ["weight"]),
     thawed_in_16_bit: ("ParameterChanged", ["blocks.0", "bfloat16"]),
+    report_of_a_copy: ("StateError", ["copy", "once"]),
+    report_of_a_part: ("StateError", ["part", "whole model"]),
     read_outside: ("ShardOpError", ["blocks.0.weight"]),
     returned_weight: ("StateError", ["weight", "clone"]),
 }
