@@ -22,8 +22,8 @@ def runtime_of(model: nn.Module) -> Runtime:
     if runtime is None:
         if any(isinstance(param, Shard) for param in model.parameters()):
             raise StateError(
-                f"this {type(model).__name__} is a copy of a sharded model that has not run yet, or a part of one: call "
-                "the copy once, on every rank (its first forward makes its runtime), or pass the whole model"
+                f"this {type(model).__name__} is a copy of a sharded model that has not run yet, or a part of one: "
+                "call the copy once, on every rank (its first forward makes its runtime), or pass the whole model"
             )
         raise StateError(
             f"this {type(model).__name__} is not sharded: call lamina.shard() on it first, and "
