@@ -105,6 +105,7 @@ class Watch:
         self._groups: dict[str, GroupCount] = {}
         self._beat, self._posted_at, self._answered_at = 0, 0.0, time.monotonic()
         self._cut: tuple[Verdict, float] | None = None
+        self._abort: threading.Thread | None = None
         self._sever_now = self._store_is_gone = False
         self.problem: Exception | None = None  # the first one of our own, for tests and reports
         self._wakes, self._sent, self._closing = (threading.Event(), threading.Event()), threading.Event(), False
@@ -341,7 +342,9 @@ class Watch:
             return
         for_s = time.monotonic() - since
         if not blocked.frames.call or for_s > self.limits.grace_s:
-            abort_groups()
+            if self._abort is None:  # in a thread of its own: with a kernel in the way it may not return
+                self._abort = threading.Thread(target=abort_groups, name="lamina-abort", daemon=True)
+                self._abort.start()
             self._sever_now = True  # by the thread that has the store
         if for_s > 2 * self.limits.grace_s:
             self.last_words(verdict)

@@ -286,7 +286,7 @@ def describe(reports: Sequence[Report]) -> str:
             else f"{name_ranks(ranks)} in {place} {doing}{where}"
         )
     text = ", ".join(parts) if len(places) == 1 else "; ".join(parts)
-    return f"{places.pop()}: {text}" if len(places) == 1 else text
+    return f"{places.pop().rstrip(',')}: {text}" if len(places) == 1 else text
 
 
 def _where(report: Report) -> str:
