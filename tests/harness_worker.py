@@ -93,12 +93,33 @@ def _settle(calls: int) -> Settled:
 
     if not dist.is_initialized():
         return Settled(False, 0)
-    mine = torch.tensor([calls, -calls], dtype=torch.int64)
+    mine = torch.tensor([calls, -calls, _models_alive()], dtype=torch.int64)
     try:
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     except RuntimeError:
         return Settled(False, 0)
-    return Settled(mine.tolist() == [calls, -calls], len(dist.distributed_c10d._world.pg_map))
+    in_step = mine[:2].tolist() == [calls, -calls]
+    if in_step and mine[2] == 0:
+        _end_groups()
+    return Settled(in_step, len(dist.distributed_c10d._world.pg_map))
+
+
+def _models_alive() -> int:
+    assemble = sys.modules.get("lamina.runtime.assemble")
+    return 0 if assemble is None else len(assemble.RUNTIMES)
+
+
+def _end_groups() -> None:
+    """End the groups of models that are gone on all ranks: each has a thread that wakes a hundred times a second.
+
+    Not those that torch names by their ranks: it would give the name, and with it old addresses, to the next one.
+    """
+    import torch.distributed as dist
+
+    world = dist.distributed_c10d._world
+    for group, name in list(world.pg_names.items()):
+        if group is not dist.group.WORLD and name.isdigit():
+            dist.destroy_process_group(group)
 
 
 def _reset() -> None:

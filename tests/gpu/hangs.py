@@ -1,8 +1,8 @@
 """Hangs on NCCL, by hand: `python tests/gpu/hangs.py` on two GPUs prints what each rank raised, and when.
 
-A script rather than a test: what NCCL leaves behind after an abort is to be looked at. On two H200 (torch 2.11) a killed
-rank was named after 0.1 s, a stopped one after 7.8 s, an evaluation on one rank after 3.8 s on both, a barrier on one
-rank on both; a rank asleep for 15 s was waited for.
+A script rather than a test: what NCCL leaves behind after an abort is to be looked at. On two H200 (torch 2.11) a
+killed rank was named after 0.1 s, a stopped one after 7.8 s, an evaluation on one rank after 3.8 s on both, a barrier
+on one rank on both; a rank asleep for 15 s was waited for.
 """
 
 from __future__ import annotations
