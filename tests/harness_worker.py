@@ -93,7 +93,7 @@ def _settle(calls: int) -> Settled:
 
     if not dist.is_initialized():
         return Settled(False, 0)
-    mine = torch.tensor([calls, -calls, _models_alive()], dtype=torch.int64)
+    mine = torch.tensor([calls, -calls, int(_groups_are_needed())], dtype=torch.int64)
     try:
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     except RuntimeError:
@@ -104,21 +104,22 @@ def _settle(calls: int) -> Settled:
     return Settled(in_step, len(dist.distributed_c10d._world.pg_map))
 
 
-def _models_alive() -> int:
+def _groups_are_needed() -> bool:
+    """A model is alive, or torch has named a group by its ranks and by how many groups there were: it counts them."""
+    import torch.distributed as dist
+
     assemble = sys.modules.get("lamina.runtime.assemble")
-    return 0 if assemble is None else len(assemble.RUNTIMES)
+    names = dist.distributed_c10d._world.pg_names.values()
+    return (assemble is not None and len(assemble.RUNTIMES) > 0) or not all(name.isdigit() for name in names)
 
 
 def _end_groups() -> None:
-    """End the groups of models that are gone on all ranks: each has a thread that wakes a hundred times a second.
-
-    Not those that torch names by their ranks: it would give the name, and with it old addresses, to the next one.
-    """
+    """End the groups of models that are gone on all ranks: each has a thread that wakes a hundred times a second."""
     import torch.distributed as dist
 
     world = dist.distributed_c10d._world
-    for group, name in list(world.pg_names.items()):
-        if group is not dist.group.WORLD and name.isdigit():
+    for group in list(world.pg_names):
+        if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 
