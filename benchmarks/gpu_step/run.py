@@ -30,9 +30,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from model import Model
+from model import SIZES, Model
 
-WAYS = ("reference", "fsdp2-fp32", "fsdp2-bf16", "lamina")
+WAYS = ("bound", "reference", "fsdp2-fp32", "fsdp2-bf16", "lamina")
 LENGTH = 2048
 Step = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -77,6 +77,66 @@ def reference(size: str) -> Step:
     return step
 
 
+def bound(size: str, captures: bool = False, compiles: bool = False) -> Step:
+    """What no sharded step can beat: the same kernels on a whole bf16 model, AdamW over numel / W, no communication."""
+    model = seeded(size).to(torch.bfloat16)
+    for block in model.blocks if compiles else ():
+        block.compile()
+    wanted_numel = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+    copies, masters = [], []
+    for copy in model.parameters():
+        if wanted_numel <= 0:
+            break
+        part = copy.detach().view(-1)[:wanted_numel]  # of the last one only as much as is missing
+        wanted_numel -= part.numel()
+        copies.append((copy, part))
+        masters.append(part.float().requires_grad_())
+    rate = torch.tensor(1e-4, device="cuda") if captures else 1e-4
+    optimizer = torch.optim.AdamW(masters, lr=rate, fused=True, capturable=captures)
+
+    def step(tokens: Tensor, targets: Tensor, number: int = -1) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        for (copy, part), master in zip(copies, masters, strict=True):
+            master.grad = copy.grad.view(-1)[: part.numel()].float()
+        model.zero_grad()
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        if number >= 0:
+            set_rate(optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_([part for _, part in copies], masters)
+        return loss.detach()
+
+    return graphed(step, rate) if captures else step
+
+
+def graphed(step: Callable[..., Tensor], rate: Tensor) -> Step:
+    """A step as one CUDA graph, by hand."""
+    kept: list = []
+
+    def call(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
+        if not kept:
+            inputs, graph, side = (tokens.clone(), targets.clone()), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step(*inputs)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                result = step(*inputs)
+            kept.extend([inputs, graph, result])
+        inputs, graph, result = kept
+        inputs[0].copy_(tokens)
+        inputs[1].copy_(targets)
+        rate.fill_(learning_rate(number))
+        graph.replay()
+        return result
+
+    return call
+
+
 def fsdp2(size: str, reduce: torch.dtype) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -92,11 +152,30 @@ def fsdp2(size: str, reduce: torch.dtype) -> Step:
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
-def lamina_way(size: str) -> Step:
+def lamina_way(size: str, transport: str = "c10d", captures: bool = False, compiles: bool = False) -> Step:
     import lamina
 
-    model = lamina.shard(seeded(size), precision=lamina.Precision(compute=torch.bfloat16, keep=()))
-    return training_step(model, lamina.optim.AdamW(model.parameters(), lr=1e-4), lamina.clip_grad_norm_)
+    precision = lamina.Precision(compute=torch.bfloat16, keep=())
+    model = lamina.shard(seeded(size), precision=precision, transport=transport, compile=compiles)
+    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def update(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        lamina.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if captures:
+        update = lamina.capture(update)
+
+    def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
+        set_rate(optimizer, number)
+        loss = update(tokens, targets)
+        return loss.clone() if captures else loss
+
+    return step
 
 
 def seeded(size: str) -> Model:
@@ -105,13 +184,11 @@ def seeded(size: str) -> Model:
         return Model(size)
 
 
-def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable = nn.utils.clip_grad_norm_
-) -> Step:
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
         loss = model(tokens, targets)
         loss.backward()
-        clip(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         set_rate(optimizer, number)
         optimizer.step()
         optimizer.zero_grad()
@@ -135,16 +212,8 @@ def batch(number: int, tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def measure(way: str, options: argparse.Namespace) -> dict:
     """One way on this rank."""
-    build = {
-        "reference": reference,
-        "fsdp2-fp32": lambda size: fsdp2(size, torch.float32),
-        "fsdp2-bf16": lambda size: fsdp2(size, torch.bfloat16),
-        "lamina": lamina_way,
-    }[way]
-    from model import SIZES
-
     vocabulary = SIZES[options.size][-1]
-    step = build(options.size)
+    step = BUILDERS[way](options.size)
     losses = []
     for number in range(options.steps):
         loss = step(*batch(number, options.tokens, vocabulary), number)
@@ -178,6 +247,21 @@ def measure(way: str, options: argparse.Namespace) -> dict:
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "losses": curve,
     }
+
+
+BUILDERS: dict[str, Callable[[str], Step]] = {
+    "bound": bound,
+    "reference": reference,
+    "fsdp2-fp32": lambda size: fsdp2(size, torch.float32),
+    "fsdp2-bf16": lambda size: fsdp2(size, torch.bfloat16),
+    "lamina": lamina_way,
+    "lamina-peer": lambda size: lamina_way(size, "peer"),
+    "bound-captured": lambda size: bound(size, captures=True),
+    "lamina-captured": lambda size: lamina_way(size, captures=True),
+    "lamina-peer-captured": lambda size: lamina_way(size, "peer", captures=True),
+    "bound-compiled": lambda size: bound(size, compiles=True),
+    "lamina-peer-compiled": lambda size: lamina_way(size, "peer", compiles=True),
+}
 
 
 def child(options: argparse.Namespace) -> None:
@@ -225,14 +309,19 @@ def main() -> None:
 def show(rows: list[dict], options: argparse.Namespace) -> None:
     card = torch.cuda.get_device_name()
     print(f"{options.size}, {options.tokens} tokens a GPU, {options.gpus} x {card}, torch {torch.__version__}")
+    bounds = {row["way"].removeprefix("bound"): row["ms"] for row in rows if row["way"].startswith("bound")}
     base = next((row["losses"] for row in rows if row["way"] == "reference"), None)
     sizes = f"{'used':>6} {'alloc':>6} {'resv':>6}"
-    print(f"{'way':>11} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {sizes}  deviation  last loss")
+    print(f"{'way':>20} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {sizes}  of bound  deviation  last loss")
     for row in rows:
-        row["deviation"] = None if base is None else max(abs(a - b) for a, b in zip(row["losses"], base, strict=True))
+        learns = base is not None and not row["way"].startswith("bound")  # the bound's ranks go their own ways
+        row["deviation"] = max(abs(a - b) for a, b in zip(row["losses"], base, strict=True)) if learns else None
+        kind = next((f"-{word}" for word in ("captured", "compiled") if row["way"].endswith(word)), "")
+        row["of_bound"] = bounds[kind] / row["ms"] if kind in bounds else None
         print(
-            f"{row['way']:>11} {row['ms']:7.1f} {row['ms_min']:6.1f} - {row['ms_max']:6.1f} {row['host_ms']:6.1f} "
+            f"{row['way']:>20} {row['ms']:7.1f} {row['ms_min']:6.1f} - {row['ms_max']:6.1f} {row['host_ms']:6.1f} "
             f"{row['used_gib']:6.2f} {row['allocated_gib']:6.2f} {row['reserved_gib']:6.2f}  "
+            f"{row['of_bound'] or float('nan'):8.3f}  "
             f"{row['deviation'] if row['deviation'] is None else round(row['deviation'], 6)}  {row['losses'][-1]:.4f}"
         )
     if options.save is not None:

@@ -56,9 +56,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cuda:nccl,cpu:gloo")
-    step = {"lamina": run.lamina_way, "fsdp2-fp32": lambda size: run.fsdp2(size, torch.float32)}[options.way](
-        options.size
-    )
+    step = run.BUILDERS[options.way](options.size)
     data = run.batch(0, options.tokens, SIZES[options.size][-1])
     for number in range(5):
         step(*data, number)

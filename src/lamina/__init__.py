@@ -27,8 +27,9 @@ from lamina.errors import (
     UsageError,
 )
 from lamina.launch import launch
+from lamina.optim.capture import capture
 from lamina.optim.clip import clip_grad_norm_
-from lamina.places import adopt, capture, plan, trace
+from lamina.places import adopt, plan, trace
 from lamina.runtime.access import gathered, sync
 from lamina.runtime.api import shard
 from lamina.runtime.checks import check

@@ -16,11 +16,6 @@ def adopt(model: Any, submodule: Any) -> NoReturn:
     _not_built("adopt()", "Add adapters before lamina.shard(), or build and shard the model anew")
 
 
-def capture(step: Any) -> NoReturn:
-    """Record a whole training step as one CUDA graph."""
-    _not_built("capture()", "Call the step function as it is")
-
-
 def trace(path: str) -> NoReturn:
     """Record what really happens in a few steps, per lane."""
     _not_built("trace()", "torch.profiler shows the same step, kernel by kernel")

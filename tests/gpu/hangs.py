@@ -7,6 +7,7 @@ on one rank on both; a rank asleep for 15 s was waited for.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -38,12 +39,12 @@ SCENARIOS: dict[str, tuple[int, Callable[[nn.Module], object]]] = {
 }
 
 
-def train(rank: int, folder: str, scenario: str) -> None:
+def train(rank: int, folder: str, scenario: str, transport: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).cuda()
-    model = lamina.shard(layers, units=[nn.Linear])
+    model = lamina.shard(layers, units=[nn.Linear], transport=transport)
     odd_rank, odd = SCENARIOS[scenario]
     began = time.monotonic()
     try:
@@ -59,23 +60,23 @@ def train(rank: int, folder: str, scenario: str) -> None:
         said = "nothing"
     except lamina.LaminaError as error:
         said = f"{error.code}: {error}"
-    print(f"[{scenario}] rank {rank} after {time.monotonic() - began:.1f} s: {said}", flush=True)
+    print(f"[{transport}, {scenario}] rank {rank} after {time.monotonic() - began:.1f} s: {said}", flush=True)
     os._exit(0)
 
 
 def main() -> None:
     import tempfile
 
-    for scenario in sys.argv[1:] or SCENARIOS:
+    for transport, scenario in itertools.product(("c10d", "peer"), sys.argv[1:] or SCENARIOS):
         with tempfile.TemporaryDirectory() as folder:
-            ranks = mp.spawn(train, (folder, scenario), nprocs=2, join=False)
+            ranks = mp.spawn(train, (folder, scenario, transport), nprocs=2, join=False)
             deadline = time.monotonic() + LIMIT_S
             while any(process.is_alive() for process in ranks.processes) and time.monotonic() < deadline:
                 time.sleep(0.2)
             for rank, process in enumerate(ranks.processes):
                 if process.is_alive():
                     state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-                    print(f"[{scenario}] rank {rank} is still there (state {state})")
+                    print(f"[{transport}, {scenario}] rank {rank} is still there (state {state})")
                     process.kill()
 
 

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import lamina
+from lamina.runtime import summing
 
 pytestmark = pytest.mark.gpu
 
@@ -30,11 +31,12 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), *[Block(32) for _ in range(5)], nn.Linear(32, 8)).double().cuda()
 
 
-def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompute: str) -> None:
+def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompute: str, transport: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
-    model = lamina.shard(build(), strategy, units=[Block], slots=slots, recompute=recompute)
+    model = lamina.shard(build(), strategy, units=[Block], slots=slots, recompute=recompute, transport=transport)
+    assert lamina.report(model).transport == transport
     plain = build()
     optimizer, plain_optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
     for step in range(4):
@@ -55,11 +57,62 @@ def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompu
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
-def test_equals_one_process(strategy: str, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "transport"),
+    [("zero3", "c10d"), ("zero3", "peer"), ("zero2", "c10d"), ("zero1", "c10d"), ("ddp", "c10d")],
+)
+def test_equals_one_process(strategy: str, transport: str, slots: int) -> None:
     assert torch.cuda.device_count() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none"), nprocs=2)
+        mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none", transport), nprocs=2)
+
+
+def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    lamina.debug(True)
+    ends = []
+    for transport in ("c10d", "peer"):
+        model = lamina.shard(build().float(), units=[Block], precision="bf16", transport=transport)
+        optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(6):
+            for micro in range(2):
+                with lamina.accumulate(model, last=micro == 1, defer=step % 2 == 1):
+                    data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).cuda() + rank
+                    if sleeps and (step + rank) % 2:  # ranks drift apart, on the device
+                        torch.cuda._sleep(20_000_000)
+                    model(data).pow(2).mean().backward()
+            lamina.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(data)
+        ends.append([p.local.clone() for p in model.parameters()])
+    for by_c10d, by_peer in zip(*ends, strict=True):
+        assert torch.equal(by_c10d, by_peer)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_peer_is_bitwise_what_nccl_gives(sleeps: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train_in_16_bit, (2, folder, sleeps), nprocs=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("numel", [1, 255, 4096, 100_003])
+def test_the_kernel_sums_as_the_passes_do(dtype: torch.dtype, accumulate: bool, numel: int) -> None:
+    assert summing._fused() is not None
+    for count in (1, 2, 3, 8, 11):
+        for shift in (0, 1):
+            everything = torch.randn(count, numel + shift, device="cuda").to(dtype)
+            rows = [row[shift:] for row in everything]
+            before = torch.randn(numel + shift, device="cuda")[shift:]
+            found, wanted = before.clone(), before.double()
+            summing.add_rows(found, rows, 1.0 / 3, accumulate)
+            exact = sum(row.double() for row in rows) / 3 + (wanted if accumulate else 0)
+            torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
 
 
 def distill(rank: int, world: int, folder: str) -> None:

@@ -74,6 +74,7 @@ class AdamW(torch.optim.AdamW):
     _units: Sequence[Unit] = ()  # that a step writes
     _kinds: list[list[int]] | None = None
     _seen: Seen | None = None
+    _rates: Sequence[Tensor] = ()  # learning rates by group, 0-dim on the device: what a captured step reads
 
     def __init__(
         self,
@@ -116,14 +117,31 @@ class AdamW(torch.optim.AdamW):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for counts in self._counts:
             torch._foreach_add_(counts, 1)
+        rates = self._rates if self._rates and torch.cuda.is_current_stream_capturing() else None
         for call in self._calls:
-            _run(call, self.param_groups[call.group], scale, found_inf)
+            group = self.param_groups[call.group]
+            _run(call, group, group["lr"] if rates is None else rates[call.group], scale, found_inf)
         if found_inf is not None:  # a step that the kernels left out does not count
             for counts in self._counts:
                 torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
         for unit in self._units:
             unit.dirty.mark()
         return loss
+
+    def hold_rates(self) -> None:
+        """Give the learning rates a place on the device, which a captured step reads. See `lamina.capture`."""
+        device = next(p.device for group in self.param_groups for p in group["params"])
+        self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in self.param_groups]
+        self.refresh_rates()
+
+    def refresh_rates(self) -> None:
+        """Bring the groups' learning rates there."""
+        for rate, group in zip(self._rates, self.param_groups, strict=True):
+            lr = group["lr"]
+            if isinstance(lr, Tensor):
+                rate.copy_(lr.reshape(()), non_blocking=True)
+            else:
+                rate.fill_(lr)
 
     # ---- homes: from groups and states ---------------------------------------------------------------------------
 
@@ -254,12 +272,12 @@ def _gradient(grad: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(param).copy_(grad)
 
 
-def _run(call: Call, group: dict[str, Any], scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _run(call: Call, group: dict[str, Any], lr: float | Tensor, scale: Tensor | None, found_inf: Tensor | None) -> None:
     for entry, param in call.loose:
         assert param.grad is not None
         call.params[entry] = _real(local_of(param.detach()))
         call.grads[entry] = _gradient(local_of(param.grad.detach()), call.params[entry])
-    device, lr = call.params[0].device, group["lr"]
+    device = call.params[0].device
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(device, non_blocking=True)
     beta1, beta2 = group["betas"]

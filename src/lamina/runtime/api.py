@@ -13,7 +13,7 @@ from lamina.core.control import Control
 from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
-from lamina.errors import StateError, TransportError, UsageError
+from lamina.errors import StateError, UsageError
 from lamina.runtime.agreement import check_same_text, check_start_weights, together
 from lamina.runtime.assemble import (
     RUNTIMES,
@@ -35,6 +35,7 @@ from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.unit import Unit
 from lamina.runtime.units import plan_units
 from lamina.transport.peer import Peers
+from lamina.transport.symmetric import SymmetricPeers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +105,7 @@ def shard(
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
     seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
-    peers = _connect(transport, control, data, blueprint, device)
+    peers = _connect(transport, control, data, blueprint, chosen.wire)
     native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
@@ -157,14 +158,12 @@ def _whereabouts(model: nn.Module) -> list[str]:
 
 
 def _connect(
-    transport: str, control: Control, data: DataMesh, blueprint: Blueprint, device: torch.device
-) -> Peers | None:
+    transport: str, control: Control, data: DataMesh, blueprint: Blueprint, wire: torch.dtype | None
+) -> Peers | SymmetricPeers | None:
     """Memory that all ranks of a gather can read; None: gathers are collectives. `"auto"` is c10d for now."""
     if transport != "peer" or data.world == 1:
         return None
-    if device.type != "cpu":
-        raise TransportError("transport='peer' is built for CPUs so far: type transport='c10d' on GPUs")
-    return open_peers(control, data, blueprint.layouts, blueprint.meshes)
+    return open_peers(control, data, blueprint.layouts, blueprint.meshes, wire)
 
 
 def _plan(

@@ -28,13 +28,14 @@ from lamina.runtime.gathering import Gatherer
 from lamina.runtime.hooks import ModuleHooks
 from lamina.runtime.materialise import InitRecord, materialise
 from lamina.runtime.precision import Precision, spec_of
-from lamina.runtime.publishing import PeerGatherer
+from lamina.runtime.publishing import PeerGatherer, SymmetricGatherer
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.unit import PARTS, Unit
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, refresh_flat_weights, release_computed_weights
-from lamina.transport.c10d import C10d
+from lamina.transport.c10d import C10d, Transport
 from lamina.transport.peer import Peers
+from lamina.transport.symmetric import Pushes, SymmetricPeers
 
 DEFAULT_SLOTS = 3
 LEAST_BUDGET_BYTES = 1024  # `slots=` at or above it is a budget in bytes
@@ -262,13 +263,16 @@ def build_engine(
     control: Control,
     slots: int,
     wire: torch.dtype | None,
-    peers: Peers | None,
+    peers: Peers | SymmetricPeers | None,
 ) -> Engine:
     """The engine over these units; `peers` makes gathers one-sided."""
     lanes = Lanes(mesh.device)
-    transport = C10d(mesh.device)
+    transport: Transport = C10d(mesh.device)
     if peers is None:
         gatherer = Gatherer(transport, control, lanes)
+    elif isinstance(peers, SymmetricPeers):
+        transport = Pushes(mesh.device, peers)
+        gatherer = SymmetricGatherer(peers, units, transport, control, lanes)
     else:
         gatherer = PeerGatherer(peers, units, transport, control, lanes)
     reducer = Reducer(transport, control, lanes, slots > 1 and mesh.device.type == "cpu", wire)

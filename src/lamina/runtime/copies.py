@@ -73,7 +73,9 @@ def revive(model: nn.Module, old: Runtime) -> None:
         units = build_units_of_copy(model, old)
         peers = None
         if old.transport == "peer":
-            peers = open_peers(control, old.mesh, [u.layout for u in units], [u.mesh for u in units])
+            peers = open_peers(
+                control, old.mesh, [u.layout for u in units], [u.mesh for u in units], old.precision.wire
+            )
         arena = place_slots(units, old.packing, old.device)
         engine = build_engine(units, old.mesh, control, old.packing.slots, old.precision.wire, peers)
     hooks = register_hooks(model, units, engine, old.precision)

@@ -79,16 +79,23 @@ class Gatherer:
         lane = self.lanes.gather
         lane.wait(slot.freed)
         with lane.running():
-            if unit.published and unit.dirty.value:
-                self._run(self._publishing_route(unit))
-            route = self._routes.get(slot)
-            if route is None:
-                with torch.inference_mode(False), torch.no_grad():  # the first forward may be an evaluation
-                    route = self._routes[slot] = self._route(unit, slot)
-            works = self._run(route)
-        unit.dirty.value = False
+            works = self._fill(unit, slot)
         slot.ready = lane.mark()
         self._works[slot] = works
+
+    def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work]:
+        """Queue what brings a unit's weights into a slot; returns what is left to wait for on the host."""
+        if unit.published and unit.dirty.value:
+            self._run(self._publishing_route(unit))
+        unit.dirty.value = False
+        return self._run(self._route_of(unit, slot))
+
+    def _route_of(self, unit: Unit, slot: Slot) -> Route:
+        route = self._routes.get(slot)
+        if route is None:
+            with torch.inference_mode(False), torch.no_grad():  # the first forward may be an evaluation
+                route = self._routes[slot] = self._route(unit, slot)
+        return route
 
     def finish(self, slot: Slot) -> None:
         """Let compute continue once the weights are there; on the CPU the host waits."""
@@ -100,10 +107,7 @@ class Gatherer:
         slot.to(SlotState.WEIGHTS)
 
     def _run(self, route: Route) -> list[dist.Work]:
-        if len(route.targets) == 1:
-            route.targets[0].copy_(route.sources[0])
-        else:
-            torch._foreach_copy_(route.targets, route.sources)
+        self._copy(route)
         self.bytes_moved += route.moved_bytes
         for stage in route.outer:
             self.control.wait(self.transport.all_gather(stage.group, stage.whole, stage.part))
@@ -113,6 +117,15 @@ class Gatherer:
             if work is not None:
                 works.append(work)
         return works
+
+    def forget_marks(self) -> None:
+        """All lanes are idle."""
+
+    def _copy(self, route: Route) -> None:
+        if len(route.targets) == 1:
+            route.targets[0].copy_(route.sources[0])
+        else:
+            torch._foreach_copy_(route.targets, route.sources)
 
     def _route(self, unit: Unit, slot: Slot) -> Route:
         route = Route()

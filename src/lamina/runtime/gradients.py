@@ -100,8 +100,11 @@ class Gradients:
         gradients = self.of(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self.residency.free_home(unit)
         place = self.reducer.stage(unit) if slot is None else slot
-        with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # on in create_graph, and outside backwards
+        self.reducer.begin(unit)
+        with self.lanes.reduce.running(), torch.no_grad() if torch.is_grad_enabled() else NOTHING:
+            # gradients are on in create_graph, and outside backwards
             self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
+        self.reducer.hold(gradients)
         if contribute:
             self.drop(unit)
             unit.was_entered = unit.alive_uses > 0
@@ -135,6 +138,7 @@ class Gradients:
         """Finish reductions and give the user gradients."""
         self.reducer.finish()
         self.lanes.compute.wait(self.lanes.reduce.mark())
+        self.reducer.let_go()
         complete = [index for index in reduced if index not in self.reducer.partials]
         if self.last_micro_batch and self._tokens is not None:
             self._divide_by_tokens(complete)

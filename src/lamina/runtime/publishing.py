@@ -17,19 +17,23 @@ Note [Published]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lamina.core.control import Control
-from lamina.core.lanes import Lanes
+from lamina.core.lanes import Lanes, Mark
 from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, UnitLayout, round_up
 from lamina.core.mesh import DataMesh
-from lamina.core.slots import Slot, SlotState
+from lamina.core.slots import Slot
 from lamina.runtime.gathering import Gatherer, Route
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
+from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, SymmetricPeers, connect_gpus
 
+EARLY_SHARE = 1 / 8  # of the published bytes: what the first uses need
 FLAGS_PER_WORD = 62  # non-negative in an int64
 
 
@@ -46,27 +50,52 @@ def published_places(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) 
     return places, end_bytes
 
 
+def inbox_bytes(layouts: Sequence[UnitLayout], wire: torch.dtype | None) -> list[int]:
+    """The largest exchange of gradients, by number of the segment."""
+    sizes: list[int] = []
+    for layout in layouts:
+        for number, segment in enumerate(layout.segments):
+            itemsize = segment.compute.itemsize if wire is None else max(wire.itemsize, segment.compute.itemsize)
+            sizes += [0] * (number + 1 - len(sizes))
+            if segment.trainable:
+                sizes[number] = max(sizes[number], segment.numel * itemsize)
+    return sizes
+
+
 def open_peers(
-    control: Control, mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]
-) -> Peers | None:
-    """Regions for these units, one mesh each; None where no parameters are split. Changes no parameter. Collective.
+    control: Control,
+    mesh: DataMesh,
+    layouts: Sequence[UnitLayout],
+    meshes: Sequence[DataMesh],
+    wire: torch.dtype | None = None,
+) -> Peers | SymmetricPeers | None:
+    """Memory for these units, one mesh each; None where no parameters are split. Changes no parameter. Collective.
 
     Raises:
-        TransportError: see `connect`.
+        TransportError: see `connect` and `connect_gpus`.
     """
     size_bytes = published_places(layouts, meshes)[1]
-    return connect(control, mesh, size_bytes) if size_bytes else None
+    if not size_bytes:
+        return None
+    if mesh.device.type == "cuda":
+        return connect_gpus(control, mesh, size_bytes, inbox_bytes(layouts, wire))
+    return connect(control, mesh, size_bytes)
 
 
 class PeerGatherer(Gatherer):
     """`Gatherer` over shared memory."""
 
     def __init__(
-        self, peers: Peers, units: Sequence[Unit], transport: Transport, control: Control, lanes: Lanes
+        self,
+        peers: Peers | SymmetricPeers,
+        units: Sequence[Unit],
+        transport: Transport,
+        control: Control,
+        lanes: Lanes,
     ) -> None:
         """`transport` moves what is not one-sided: outer levels, and units whose parameters are not split."""
         super().__init__(transport, control, lanes)
-        self.peers = peers
+        self.peers: Any = peers
         self.epoch = 0  # calls of `publish`
         self._readable = 0  # the epoch that all peers are known to have published
         places, _ = published_places([unit.layout for unit in units], [unit.mesh for unit in units])
@@ -74,7 +103,7 @@ class PeerGatherer(Gatherer):
         for unit, starts in self._places.items():
             if unit.sharded:
                 unit.published = [
-                    peers.own.data[start : start + segment.compute_bytes // peers.size].view(segment.compute)
+                    peers.data(peers.place)[start : start + segment.compute_bytes // peers.size].view(segment.compute)
                     for segment, start in zip(unit.layout.segments, starts, strict=True)
                 ]
 
@@ -86,11 +115,22 @@ class PeerGatherer(Gatherer):
         changed = self._changed([unit for unit in units if unit.sharded])
         if changed:
             self.peers.wait_for(Counter.ARRIVED, self.epoch)
-            with torch.no_grad():
-                for unit in changed:
-                    self._run(self._publishing_route(unit))
-                    unit.dirty.value = False
+            self._cast(changed)
         self.peers.announce(Counter.PUBLISHED, self.epoch)
+
+    def _cast(self, units: Sequence[Unit]) -> None:
+        """Masters into the published ranges."""
+        routes = [self._publishing_route(unit) for unit in units]
+        alone = [route for route in routes if not route.outer]
+        with torch.no_grad():
+            if alone:  # one call for all of them
+                targets, sources = [t for r in alone for t in r.targets], [s for r in alone for s in r.sources]
+                torch._foreach_copy_(targets, sources)
+            for route in routes:
+                if route.outer:
+                    self._run(route)
+        for unit in units:
+            unit.dirty.value = False
 
     def _changed(self, units: Sequence[Unit]) -> list[Unit]:
         here = [unit.dirty.value for unit in units]
@@ -105,24 +145,22 @@ class PeerGatherer(Gatherer):
         rows = self.control.exchange(words)
         return [any(row[i // FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 for row in rows) for i in range(len(flags))]
 
-    def start(self, unit: Unit, slot: Slot) -> None:
-        """Copy a unit's weights into an EMPTY slot (or over the same weights), as soon as all peers have published."""
+    def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work]:
+        """Copy a unit's weights into a slot, as soon as all peers have published."""
         if not unit.sharded:
-            super().start(unit, slot)
-            return
+            return super()._fill(unit, slot)
         assert self.epoch > 0, "publish() comes before the first gather"
+        self._await_published(unit)
+        with torch.no_grad():
+            return self._run(self._route_of(unit, slot))
+
+    def _await_published(self, unit: Unit) -> None:
         if self._readable < self.epoch:
             self.peers.wait_for(Counter.PUBLISHED, self.epoch)
             self._readable = self.epoch
-        self.finish(slot)
-        slot.take_memory()
-        slot.to(SlotState.GATHERING)
-        unit.gathers += 1
-        route = self._routes.get(slot)
-        if route is None:
-            route = self._routes[slot] = self._copies(unit, slot)
-        with torch.no_grad():
-            self._run(route)
+
+    def _route(self, unit: Unit, slot: Slot) -> Route:
+        return self._copies(unit, slot) if unit.sharded else super()._route(unit, slot)
 
     def _copies(self, unit: Unit, slot: Slot) -> Route:
         """From each region its range, beginning with the next rank's: not all ranks read the same memory at once."""
@@ -135,3 +173,52 @@ class PeerGatherer(Gatherer):
                 route.sources.append(peers.data(place)[start : start + size_bytes].view(segment.compute))
             route.moved_bytes += whole.nbytes
         return route
+
+
+class SymmetricGatherer(PeerGatherer):
+    """`PeerGatherer` over the memory of GPUs: what the host waits for there, a lane waits for here.
+
+    Everything is queued when a root forward begins. The first units are cast on the gather lane; the others beside them
+    on the reduce lane, which has nothing to do in a forward, so that compute waits for a small part only.
+    """
+
+    def __init__(
+        self, peers: SymmetricPeers, units: Sequence[Unit], transport: Transport, control: Control, lanes: Lanes
+    ) -> None:
+        super().__init__(peers, units, transport, control, lanes)
+        sharded = [unit for unit in units if unit.sharded]
+        early_bytes = EARLY_SHARE * sum(unit.layout.buffer_bytes for unit in sharded)
+        self._early: set[Unit] = set()
+        for unit in sharded:
+            if early_bytes > 0:
+                self._early.add(unit)
+            early_bytes -= unit.layout.buffer_bytes
+        self._late_ready: Mark | None = None
+
+    def publish(self, units: Sequence[Unit]) -> None:
+        """Cast what has changed, between barriers: Note [Symmetric] 3. Collective, even if nothing has changed."""
+        self.epoch += 1
+        gather, reduce = self.lanes.gather, self.lanes.reduce
+        self.control.position.verb, self.control.position.unit = "publishing", ""
+        changed = self._changed([unit for unit in units if unit.sharded])
+        with gather.running():
+            self.peers.meet(GATHER_CHANNEL)
+        reduce.wait(gather.mark())
+        with gather.running():
+            self._cast([unit for unit in changed if unit in self._early])
+            self.peers.meet(GATHER_CHANNEL)
+        with reduce.running():
+            self._cast([unit for unit in changed if unit not in self._early])
+            self.peers.meet(REDUCE_CHANNEL)
+        self._late_ready = reduce.mark()
+
+    def forget_marks(self) -> None:
+        self._late_ready = None
+
+    def _await_published(self, unit: Unit) -> None:
+        if unit not in self._early:
+            self.lanes.gather.wait(self._late_ready)
+
+    def _copy(self, route: Route) -> None:
+        for target, source in zip(route.targets, route.sources, strict=True):
+            target.copy_(source)  # by a copy engine; one call for all would be a kernel

@@ -24,11 +24,10 @@ from lamina.core.control import Control
 from lamina.core.groups import Group
 from lamina.core.lanes import Lanes, Mark
 from lamina.core.slots import Slot, SlotState
+from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
 from lamina.transport.c10d import Transport, as_bytes
-
-Rows = Sequence[Tensor]  # what is to be summed, (numel,) each; one where the sum is made
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Reducer:
         self, transport: Transport, control: Control, lanes: Lanes, use_inbox: bool, wire: torch.dtype | None = None
     ) -> None:
         self.transport, self.control, self.lanes = transport, control, lanes
-        self.use_inbox = use_inbox
+        self.use_inbox = use_inbox or transport.pushes
         self.wire = wire  # dtype in which gradients travel; None: the dtype they are computed in
         self.pending: Pending | None = None
         self.bytes_moved = 0
@@ -89,15 +88,14 @@ class Reducer:
         self._buffers: dict[str, Tensor] = {}
         self._inboxes: dict[tuple[int, int, bool], Inbox] = {}  # by unit, segment, and whether it lies in its slot
         self._stagings: dict[int, Staging] = {}  # by unit
-        self._staged: Mark | None = None
-        self._factors: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._held: Sequence[Tensor | None] = ()  # gradients that the lane reads
+        self._collected: Mark | None = None  # when it has read them
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
     def stage(self, unit: Unit) -> Staging:
-        """A place beside the weights for a unit's gradients."""
+        """A place beside the weights for a unit's gradients, written on the reduce lane."""
         self.finish()
-        self.lanes.compute.wait(self._staged)
         if unit.index not in self._stagings:
             self._stagings[unit.index] = self._make_staging(unit)
         return self._stagings[unit.index]
@@ -136,10 +134,34 @@ class Reducer:
 
     # ---- one reduction -----------------------------------------------------------------------------------------
 
+    def begin(self, unit: Unit) -> None:
+        """The reduce lane goes on from what compute has done so far."""
+        self.finish()
+        unit.gradients.make()
+        self.let_go()
+        self.lanes.reduce.wait(self.lanes.compute.mark())
+
+    def hold(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep gradients that are being copied on the reduce lane: their memory is the compute lane's to give away."""
+        if self.lanes.reduce is not self.lanes.compute:
+            self._held, self._collected = gradients, self.lanes.reduce.mark()
+
+    def forget_marks(self) -> None:
+        """All lanes are idle."""
+        self._held, self._collected = (), None
+
+    def let_go(self) -> None:
+        """Give back what was held; what compute does next with the memory comes after the copy."""
+        if self._held:
+            self.lanes.compute.wait(self._collected)
+            self._held = ()
+
     def start(
         self, unit: Unit, sources: Sequence[Tensor], slot: Slot | None, last: bool, defer: bool, divisor: int
     ) -> None:
         """Reduce `sources`, the unit's gradients on this rank, one tensor a segment; frozen segments are ignored.
+
+        Follows `begin`, after which the reduce lane has written the sources.
 
         Args:
             slot: the slot that `sources` are views of, in state GRADS; None where they lie in the staging buffer.
@@ -147,10 +169,7 @@ class Reducer:
             defer: until then, keep whole sums on this rank, whatever the strategy says.
             divisor: data ranks over which the gradient is a mean.
         """
-        self.finish()
-        unit.gradients.make()
         lane = self.lanes.reduce
-        lane.wait(self.lanes.compute.mark())
         with lane.running():
             target = self._target(unit, last, defer)
             held, stable = self.partials.get(unit.index), True
@@ -186,11 +205,8 @@ class Reducer:
         return 0 if defer or factors.grads == 1 else GRADS_LEVEL
 
     def _release(self, slot: Slot | None) -> None:
-        mark = self.lanes.reduce.mark()
-        if slot is None:
-            self._staged = mark
-        else:
-            slot.freed = mark
+        if slot is not None:
+            slot.freed = self.lanes.reduce.mark()
             slot.to(SlotState.EMPTY)
 
     def _add_whole(self, unit: Unit, sources: Sequence[Tensor]) -> list[Tensor]:
@@ -225,7 +241,8 @@ class Reducer:
             rows: Rows = (source,)
             if segment.trainable and first is not None:
                 key = (unit.index, number, pending.slot is not None) if stable else None
-                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key)
+                own = self.transport.inbox(mesh.reduce[first], number, source.nbytes)
+                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key, own)
             elif segment.trainable and pending.replicated:
                 total, wide = source, gradient_dtype(segment.master)
                 if source.dtype is not wide:
@@ -242,16 +259,20 @@ class Reducer:
         role: str,
         works: list[dist.Work | None],
         key: tuple[int, int, bool] | None = None,
+        inbox: Tensor | None = None,
     ) -> Rows:
         """Every member's part for this rank, (numel / members,) each, or their sum.
 
-        `key`: the source lies at the same place every time.
+        Args:
+            role: of the buffer in which the parts arrive.
+            key: the source lies at the same place every time.
+            inbox: the transport's own, instead of a buffer.
         """
         self.bytes_moved += source.nbytes
         if self.use_inbox or source.dtype.itemsize == 2:
             route = self._inboxes.get(key) if key is not None else None
             if route is None:
-                route = self._inbox_for(group, source, role)
+                route = self._inbox_for(group, source, role, inbox)
                 if key is not None:
                     self._inboxes[key] = route
             works.append(self.transport.all_to_all(group, route.inbox, route.source))
@@ -261,9 +282,13 @@ class Reducer:
         works.append(self.transport.reduce_scatter(group, own, source))
         return (own,)
 
-    def _inbox_for(self, group: Group, source: Tensor, role: str) -> Inbox:
-        inbox = self._scratch(role, source.numel(), source.dtype, source.device)
-        return Inbox(as_bytes(inbox), as_bytes(source), inbox.view(group.size, -1).unbind())
+    def _inbox_for(self, group: Group, source: Tensor, role: str, inbox: Tensor | None) -> Inbox:
+        if inbox is None:
+            arrived = self._scratch(role, source.numel(), source.dtype, source.device)
+            return Inbox(as_bytes(arrived), as_bytes(source), arrived.view(group.size, -1).unbind())
+        rows = list(inbox.view(source.dtype).view(group.size, -1).unbind())
+        rows[group.place] = source.view(group.size, -1)[group.place]
+        return Inbox(inbox, as_bytes(source), rows)
 
     def _complete(self, pending: Pending) -> None:
         unit, climbed = pending.unit, pending.climbed
@@ -275,8 +300,7 @@ class Reducer:
             if pending.target == GRADS_LEVEL or held is not None:
                 rows = self._climb(unit, number, rows, level, GRADS_LEVEL)
                 partial = self._partial(unit, GRADS_LEVEL, self._numels_at_grads(unit))
-                for row in rows:
-                    partial.sums[number].add_(row)
+                add_rows(partial.sums[number], rows, 1.0, accumulate=True)
                 rows, level = (partial.sums[number],), max(level, GRADS_LEVEL)
             if pending.target == ALL_LEVELS:
                 rows = self._climb(unit, number, rows, level, ALL_LEVELS)
@@ -310,9 +334,7 @@ class Reducer:
     def _sum(self, unit: Unit, number: int, rows: Rows, role: str) -> Tensor:
         dtype = gradient_dtype(unit.layout.segments[number].master)
         total = self._scratch(role, rows[0].numel(), dtype, rows[0].device)
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            total.add_(row)
+        add_rows(total, rows, 1.0, accumulate=False)
         return total
 
     def _deliver(self, unit: Unit, number: int, rows: Rows, divisor: int) -> None:
@@ -320,27 +342,9 @@ class Reducer:
         grad = unit.gradients.ranges[number]
         for start, stop, valid in self._runs(unit, number):
             if stop - start == grad.numel():
-                self._add_rows(grad, rows, divisor, valid)
+                add_rows(grad, rows, 1.0 / divisor, valid)
             else:
-                self._add_rows(grad[start:stop], [row[start:stop] for row in rows], divisor, valid)
-
-    def _add_rows(self, target: Tensor, rows: Rows, divisor: int, valid: bool) -> None:
-        factor = 1.0 / divisor
-        for number, row in enumerate(rows):
-            if valid or number > 0:
-                target.add_(row, alpha=factor)
-            elif row.dtype is target.dtype:
-                torch.mul(row, self._factor(divisor, row.dtype), out=target)
-            else:
-                target.copy_(row).mul_(factor)
-
-    def _factor(self, divisor: int, dtype: torch.dtype) -> Tensor:
-        """1 / divisor, 0-dim: as a number it would be made a tensor at every call."""
-        factor = self._factors.get((divisor, dtype))
-        if factor is None:
-            with torch.inference_mode(False):
-                factor = self._factors[divisor, dtype] = torch.tensor(1.0 / divisor, dtype=dtype)
-        return factor
+                add_rows(grad[start:stop], [row[start:stop] for row in rows], 1.0 / divisor, valid)
 
     def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""

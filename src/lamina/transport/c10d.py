@@ -29,12 +29,19 @@ class Transport(Protocol):
     """One stage of a gather or a reduction over one group. `None` as handle: nothing to wait for on the host."""
 
     name: str
+    pushes: bool  # exchanges are the cheapest way to reduce, whatever the dtype
+
+    def inbox(self, group: Group, number: int, size_bytes: int) -> Tensor | None:
+        """Where an exchange of a unit's segment `number` has to arrive; None: anywhere."""
 
     def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> dist.Work | None:
         """Fill `whole` (group.size * n bytes) from every rank's `part` (n bytes), this rank's place in `whole`."""
 
     def all_to_all(self, group: Group, inbox: Tensor, source: Tensor) -> dist.Work | None:
-        """The i-th part of `source` (group.size * n bytes) goes to rank i; what comes is in `inbox`, by rank."""
+        """The i-th part of `source` (group.size * n bytes) goes to rank i; what comes is in `inbox`, by rank.
+
+        Where the inbox is the transport's own, this rank's part is left in `source`.
+        """
 
     def reduce_scatter(self, group: Group, part: Tensor, source: Tensor) -> dist.Work | None:
         """Sum of this rank's part of every rank's `source`, into `part`, which may be its place in `source`."""
@@ -47,9 +54,13 @@ class C10d:
     """`Transport` over torch.distributed."""
 
     name = "c10d"
+    pushes = False
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cpu"
+
+    def inbox(self, group: Group, number: int, size_bytes: int) -> Tensor | None:
+        return None
 
     def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> dist.Work | None:
         assert group.pg is not None

@@ -1,0 +1,119 @@
+"""Captured steps on two GPUs: bit for bit what eager steps give, and what would be frozen is kept fresh or named."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import lamina
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), *[Block(32) for _ in range(5)], nn.Linear(32, 8)).cuda()
+
+
+def steps(transport: str, strategy: str, captures: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Twelve steps with a schedule, evaluations and an edit in between; losses, and parts of the parameters."""
+    torch.manual_seed(1)
+    model = lamina.shard(build(), strategy, units=[Block], precision="bf16", transport=transport)
+    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(data: Tensor) -> Tensor:
+        loss = model(nn.functional.dropout(data, 0.1)).pow(2).mean()
+        loss.backward()
+        lamina.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    call = lamina.capture(step) if captures else step
+    losses = []
+    for number in range(12):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (number + 1)
+        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).cuda() + dist.get_rank()
+        losses.append(call(data).clone())
+        if number in (2, 7):
+            with torch.no_grad():
+                losses.append(model(data).pow(2).mean())
+        if number == 8:
+            with lamina.gathered(model, write=True), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+    return losses, [p.local.clone() if isinstance(p, lamina.Shard) else p.detach().clone() for p in model.parameters()]
+
+
+def compare(rank: int, folder: str, transport: str, strategy: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    eager, captured = (steps(transport, strategy, captures) for captures in (False, True))
+    for name, wanted, found in zip(("loss", "parameter"), eager, captured, strict=True):
+        for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            # the rate is a float32 on the device, and a double on the host
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=f"{name} {number}: {a} {b}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("transport", "strategy"), [("c10d", "zero3"), ("peer", "zero3"), ("c10d", "zero1")])
+def test_equals_eager_steps(transport: str, strategy: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(compare, (folder, transport, strategy), nprocs=2)
+
+
+def misuse(rank: int, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = lamina.shard(build(), units=[Block])
+    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(data: Tensor) -> Tensor:
+        loss = model(data).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def schedule(data: Tensor) -> Tensor:
+        optimizer.param_groups[0]["lr"] *= 0.9
+        return train(data)
+
+    data = torch.ones(4, 16, device="cuda")
+    call = lamina.capture(schedule)
+    with pytest.raises(lamina.UsageError, match="sets the learning rate of group 0"):
+        for _ in range(2):
+            call(data)
+    call = lamina.capture(lambda data: train(data).item())
+    with pytest.raises(lamina.StateError, match="reading a value from the device"):
+        for _ in range(4):
+            call(data)
+    call = lamina.capture(lambda data: train(data))  # a recording that failed has left nothing behind
+    for _ in range(5):
+        call(data)
+    with pytest.raises(lamina.UsageError, match=r"shape \(4, 16\).*shape \(2, 16\)"):
+        call(data[:2])
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    with pytest.raises(lamina.StateError, match="weight_decay.*capture it anew"):
+        call(data)
+    dist.destroy_process_group()
+
+
+def test_what_a_graph_would_freeze_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(misuse, (folder,), nprocs=2)
