@@ -8,12 +8,22 @@ different units (tests/parity/test_two_models.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from lamina.core.strategy import Level
 from lamina.core.watch_evidence import OUR_GROUPS
 from lamina.errors import UsageError
+
+# NCCL's own choice of channels takes more device memory for each communicator (0.3 GiB on two H200) and is not faster.
+NCCL_MAX_BLOCKS = 16
+
+
+def _nccl_options() -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = NCCL_MAX_BLOCKS
+    return options
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,12 @@ class GroupMaker:
             )
         key = (lane, tuple(global_ranks))
         if key not in self._made:
-            made = dist.new_group(global_ranks, backend=backend, use_local_synchronization=not self.whole_world)
+            made = dist.new_group(
+                global_ranks,
+                backend=backend,
+                use_local_synchronization=not self.whole_world,
+                pg_options=_nccl_options() if backend == "nccl" else None,
+            )
             if isinstance(made, dist.ProcessGroup):  # this rank is a member
                 OUR_GROUPS.add(str(made.group_name))
             self._made[key] = made
