@@ -1,0 +1,164 @@
+"""The doctor on the CPU: the same code as on GPUs, with small sizes; warnings and fits by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from harness import run_ranks
+from lamina.errors import LaunchError
+from lamina.planner import doctor
+from lamina.planner.doctor_facts import DeviceFacts, Facts, collect_facts, warnings_of
+from lamina.planner.doctor_machine import fit_link, known_machine, machine_of, plain_rate
+from lamina.planner.doctor_measure import CpuBench, Measured, Sizes, measure, try_transport
+from lamina.planner.machine import CollectivePoint, Machine, MatrixPoint, load_machine
+
+TINY = Sizes(((64, 32, 16),), (64, 32, 16), (1, 2, 16, 8), 1 << 12, (1 << 10, 1 << 16), 20, 1)
+GPU = DeviceFacts("NVIDIA H100 80GB HBM3", 80 << 30, 79 << 30, (1,))
+FINE = Facts(
+    "3.12.1", "2.11.0+cu130", "13.0", "2.28", True, 32, 1 << 38, 16 << 30, (GPU, dataclasses.replace(GPU, reaches=(0,)))
+)
+
+
+def measure_tiny() -> Measured:
+    torch.set_num_threads(1)
+    return measure(CpuBench(TINY))
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return run_ranks(2, measure_tiny)[0]
+
+
+def test_two_ranks_measure_links_and_transports(measured: Measured) -> None:
+    assert measured.ranks == 2 and "gloo" in measured.backend
+    assert [(p.kind, p.size_bytes) for p in measured.collectives if p.kind == "all_gather"] == [
+        ("all_gather", 1 << 10),
+        ("all_gather", 1 << 16),
+    ]
+    assert {p.kind for p in measured.collectives} == {"all_gather", "reduce_scatter", "copy"}
+    assert measured.transports == {"c10d": "", "peer": ""}
+    assert [p.dtype_bytes for p in measured.products] == [2, 4]
+    assert all(p.ms > 0 for p in (*measured.products, *measured.collectives))
+
+
+def unknown_transport() -> str:
+    return try_transport("pigeon", torch.device("cpu"))
+
+
+def test_a_transport_that_does_not_work_says_why() -> None:
+    assert run_ranks(2, unknown_transport) == ["UsageError: transport='pigeon': use 'auto', 'c10d' or 'peer'"] * 2
+
+
+def test_the_machine_file_marks_what_was_measured(measured: Measured) -> None:
+    machine = machine_of(collect_facts(), measured)
+    assert Machine.parse(machine.text()) == machine
+    assert machine.gpus_per_node == 2 and machine.matrix_points == measured.products
+    marks = {name: mark.mark for name, mark in machine.marks.items()}
+    assert marks["memory_bytes_per_s"] == marks["gather_bytes_per_s"] == marks["copy_bytes_per_s"] == "measured"
+    assert marks["network_bytes_per_s"] == "assumed"
+
+
+def test_a_known_gpu_brings_its_network(measured: Measured) -> None:
+    machine, known = machine_of(FINE, measured), load_machine("h100")
+    assert known_machine(GPU.name) == known
+    assert machine.network_bytes_per_s == known.network_bytes_per_s
+    assert machine.marks["network_bytes_per_s"].mark == "published"
+    assert machine.memory_bytes == 80 << 30
+
+
+def test_one_rank_has_no_links() -> None:
+    alone = measure(CpuBench(TINY))
+    assert alone.ranks == 1 and alone.collectives == () and alone.transports == {}
+    assert "nothing to measure" in "\n".join(doctor._link_lines(diagnosis_of(alone)))
+
+
+def diagnosis_of(measured: Measured, facts: Facts | None = None) -> doctor.Diagnosis:
+    facts = facts or collect_facts()
+    return doctor.Diagnosis(facts, warnings_of(facts), measured, machine_of(facts, measured), 1.0)
+
+
+def test_a_line_is_fitted_through_link_times() -> None:
+    points = [
+        CollectivePoint("all_gather", 4, size, 0.05 + size * 0.75 / 100e9 * 1e3) for size in (1 << 12, 1 << 20, 1 << 28)
+    ]
+    latency_us, rate = fit_link(points)
+    assert latency_us == pytest.approx(50) and rate == pytest.approx(100e9)
+
+
+def test_noise_never_gives_a_negative_latency() -> None:
+    points = [CollectivePoint("all_gather", 2, size, ms) for size, ms in ((1000, 0.5), (2000, 0.1), (1 << 20, 2.0))]
+    latency_us, rate = fit_link(points)
+    assert latency_us > 0 and rate > 0
+
+
+def test_the_plain_rate_leaves_out_the_traffic() -> None:
+    traffic_ms = 2 * 3 * 1024**2 / 1e12 * 1e3
+    point = MatrixPoint(1024, 1024, 1024, 2 * 1024**3 / 100e12 * 1e3 + traffic_ms)
+    assert plain_rate([point], 1e12) == pytest.approx(100e12)
+
+
+@pytest.mark.parametrize(
+    "change, words, cure",
+    [
+        ({"torch": "2.9.1+cu126"}, "older", "pip install"),
+        ({"nccl": ""}, "no NCCL", "CUDA build"),
+        ({"shm_bytes": 64 << 20}, "/dev/shm is 64 MiB", "--shm-size"),
+        ({"shm_bytes": 0}, "/dev/shm is missing", "--shm-size"),
+        ({"cpus": 2}, "2 CPU cores for 2 GPUs", "2 cores a GPU"),
+        (
+            {"devices": (GPU, dataclasses.replace(GPU, name="NVIDIA H200", reaches=(0,)))},
+            "different kinds",
+            "CUDA_VISIBLE",
+        ),
+        (
+            {"devices": (GPU, dataclasses.replace(GPU, reaches=()))},
+            "GPU 1 cannot read the memory of GPU 0",
+            "nvidia-smi topo",
+        ),
+        ({"devices": (dataclasses.replace(GPU, free_bytes=30 << 30, reaches=()),)}, "50.0 GiB of GPU 0", "nvidia-smi"),
+        ({"devices": (), "gloo": False}, "no Gloo", "pip install"),
+    ],
+)
+def test_warnings_have_cures(change: dict, words: str, cure: str) -> None:
+    (warning,) = warnings_of(dataclasses.replace(FINE, **change))
+    assert words in warning.what and cure in warning.cure
+
+
+def test_a_healthy_machine_has_no_warnings() -> None:
+    assert warnings_of(FINE) == ()
+
+
+def test_the_command_prints_and_saves(measured: Measured, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(doctor, "launch", lambda fn, nprocs, args: measured)
+    path = tmp_path / "deep" / "machine.toml"
+    assert doctor.main(["--save", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "transport peer  works" in text and "64 x 32 x 16" in text and f"--machine {path}" in text
+    assert load_machine(path).matrix_points == measured.products
+    assert doctor.main(["--save", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["ranks"] == 2
+    assert doctor.main(["--ranks", "0"]) == 2 and "at least one rank" in capsys.readouterr().err
+
+
+def test_ranks_that_do_not_run_together_leave_one(measured: Measured, monkeypatch) -> None:
+    asked = []
+
+    def launch(fn, nprocs, args):
+        asked.append(nprocs)
+        if nprocs > 1:
+            raise LaunchError("rank 1 failed\nNCCL says no")
+        return dataclasses.replace(measured, ranks=1, collectives=(), transports={})
+
+    monkeypatch.setattr(doctor, "launch", launch)
+    diagnosis = doctor.examine(3)
+    assert asked == [3, 1]
+    assert any("NCCL says no" in warning.what for warning in diagnosis.warnings)
+
+
+def test_the_launched_work_runs_here() -> None:
+    """What each rank does, in this process: a world of one."""
+    assert doctor.work("cpu", 1).ranks == 1
