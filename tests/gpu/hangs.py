@@ -23,6 +23,7 @@ from torch import nn
 import lamina
 
 WIDTH, AT, LIMIT_S = 256, 20, 40
+TRANSPORTS = ("c10d", "peer")
 
 
 def evaluate(model: nn.Module) -> None:
@@ -67,7 +68,9 @@ def train(rank: int, folder: str, scenario: str, transport: str) -> None:
 def main() -> None:
     import tempfile
 
-    for transport, scenario in itertools.product(("c10d", "peer"), sys.argv[1:] or SCENARIOS):
+    transports = [word for word in sys.argv[1:] if word in TRANSPORTS] or TRANSPORTS
+    scenarios = [word for word in sys.argv[1:] if word not in TRANSPORTS] or SCENARIOS
+    for transport, scenario in itertools.product(transports, scenarios):
         with tempfile.TemporaryDirectory() as folder:
             ranks = mp.spawn(train, (folder, scenario, transport), nprocs=2, join=False)
             deadline = time.monotonic() + LIMIT_S

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
 from lamina.runtime import summing
@@ -35,7 +36,10 @@ def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompu
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
-    model = lamina.shard(build(), strategy, units=[Block], slots=slots, recompute=recompute, transport=transport)
+    mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("replicate", "shard")) if world > 2 else None
+    chosen = lamina.Strategy(2, 2, 4) if strategy == "2-2-4" else strategy
+    choices = {"units": [Block], "slots": slots, "recompute": recompute, "transport": transport}
+    model = lamina.shard(build(), chosen, mesh if strategy == "hsdp" else None, **choices)
     assert lamina.report(model).transport == transport
     plain = build()
     optimizer, plain_optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain))
@@ -67,6 +71,14 @@ def test_equals_one_process(strategy: str, transport: str, slots: int) -> None:
         mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none", transport), nprocs=2)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "2-2-4"])
+def test_peers_of_four_gpus_equal_one_process(strategy: str) -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("this test needs four GPUs")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (4, folder, strategy, 2, "none", "peer"), nprocs=4)
+
+
 def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -95,8 +107,9 @@ def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool) -> None:
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_peer_is_bitwise_what_nccl_gives(sleeps: bool) -> None:
+    world = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_in_16_bit, (2, folder, sleeps), nprocs=2)
+        mp.spawn(train_in_16_bit, (world, folder, sleeps), nprocs=world)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

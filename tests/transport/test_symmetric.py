@@ -97,7 +97,7 @@ def test_three_steps_equal_one_process(world: int) -> None:
 
 
 def train_both_ways() -> tuple[bool, list[int], int]:
-    """Three AdamW steps in bf16: are the masters those of c10d? The barriers of the last step; segments of all units."""
+    """Three AdamW steps in bf16: are the masters those of c10d? Barriers of the last step; segments of all units."""
     tokens = language_batch(7, 2)[:, :-1]
     ends = []
     for make in (lambda *a, **k: lamina.shard(*a, units=UNITS, **k), shard_symmetrically):

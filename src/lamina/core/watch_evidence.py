@@ -14,11 +14,12 @@ import socket
 import sys
 import sysconfig
 import time
+import weakref
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,27 @@ _COUNTED = ("barrier", "all_", "broadcast", "reduce", "gather", "scatter")
 _TICKS_FIELD, _EXIT_FIELD = 19, 49  # of /proc/<pid>/stat, counted from the state
 
 OUR_GROUPS: set[str] = set()  # names of the groups that lamina has made
+
+
+class OnDevice(Protocol):
+    """Something beside torch's groups that makes the device wait for other ranks."""
+
+    def barrier_counts(self) -> dict[str, int]:
+        """How many barriers this rank has queued, by a name that all their members use."""
+
+    def release(self) -> None:
+        """Let them pass."""
+
+
+_ON_DEVICE: list[weakref.ref[OnDevice]] = []  # only appended to: other threads walk through it
+
+
+def note_on_device(waits: OnDevice) -> None:
+    _ON_DEVICE.append(weakref.ref(waits))
+
+
+def on_device() -> list[OnDevice]:
+    return [waits for reference in _ON_DEVICE if (waits := reference()) is not None]
 
 
 @dataclass(frozen=True)
@@ -87,6 +109,11 @@ def _group_of(frame: FrameType) -> str:
         return _key(given, str(given.group_name))
     except (RuntimeError, KeyError, ValueError):  # it is being made
         return ""
+
+
+def group_key(pg: dist.ProcessGroup) -> str:
+    """A name of a group that all its members use."""
+    return _key(pg, str(pg.group_name))
 
 
 def _key(pg: dist.ProcessGroup, name: str) -> str:
@@ -218,6 +245,8 @@ def group_counts() -> dict[str, GroupCount]:
             found[_key(pg, name)] = GroupCount(_issued(pg), name in OUR_GROUPS)
         except (RuntimeError, KeyError, ValueError):
             continue  # a backend that does not count, or a group that is being destroyed
+    for waits in on_device():
+        found |= {name: GroupCount(count, True) for name, count in waits.barrier_counts().items()}
     return found
 
 

@@ -12,13 +12,13 @@ import ctypes
 import os
 import socket
 import threading
-import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from lamina.core.watch_evidence import on_device
 from lamina.core.watch_judge import Verdict
 from lamina.errors import Disagreement
 
@@ -43,18 +43,9 @@ def raise_in(thread: int, verdict: Verdict) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
-class Releasable(Protocol):
-    """Something that makes the device wait for other ranks."""
-
-    def release(self) -> None: ...
-
-
-ON_DEVICE: weakref.WeakSet[Releasable] = weakref.WeakSet()
-
-
 def abort_groups() -> None:
     """End what the device waits for. Gloo has no such thing: see `sever`."""
-    for waits in list(ON_DEVICE):
+    for waits in on_device():
         threading.Thread(target=waits.release, name="lamina-release", daemon=True).start()
     for pg in list(dist.distributed_c10d._world.pg_names):
         with suppress(RuntimeError):

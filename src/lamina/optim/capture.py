@@ -18,6 +18,7 @@ Note [Frozen]
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ from lamina.optim.adamw import AdamW
 from lamina.runtime.assemble import RUNTIMES, Runtime
 
 EAGER_CALLS = 3
+NOT_RECORDABLE = (
+    "lamina.capture(): the step does something that cannot be recorded, such as reading a value from the device "
+    "(.item(), print(loss), `if loss > x`) or bringing a tensor from the CPU. Move it out of the step"
+)
 NOT_COMPARED = ("params", "lr", "initial_lr", "param_names")  # of a group
 
 
@@ -95,10 +100,18 @@ class Captured:
         rates = {optimizer: [group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers}
         handle = register_optimizer_step_pre_hook(note)
         self._stream.wait_stream(torch.cuda.current_stream())
+        watched = self.calls == EAGER_CALLS  # the last one before the recording, which an attempt would spoil
+        mode = torch.cuda.get_sync_debug_mode()
         try:
             with torch.cuda.stream(self._stream):
+                torch.cuda.set_sync_debug_mode("error" if watched else mode)
                 result = self.step(*args, **kwargs)
+        except RuntimeError as error:
+            if watched and "synchronizing CUDA operation" in str(error):
+                raise StateError(NOT_RECORDABLE) from error
+            raise
         finally:
+            torch.cuda.set_sync_debug_mode(mode)
             handle.remove()
             torch.cuda.current_stream().wait_stream(self._stream)
         self._check_rates(rates, seen)
@@ -133,24 +146,21 @@ class Captured:
             _forget_lanes(runtime)
             _mark_changed(runtime)
         args, kwargs = pytree.tree_unflatten(self._inputs, form)
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         for runtime in runtimes:
             runtime.engine.lanes.is_recording = True
         try:
             # thread_local: NCCL's own threads look at their events meanwhile
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 self._result = self.step(*args, **kwargs)
                 for runtime, before in zip(runtimes, phases, strict=True):
                     if runtime.engine.phases > before:
                         runtime.engine.lanes.join()
-        except RuntimeError as error:
+        except Exception as error:
+            _end_allocating(pool)
             if "captur" not in str(error):
                 raise
-            raise StateError(
-                "lamina.capture(): the step does something that cannot be recorded, such as reading a value from the "
-                "device (.item(), print(loss), `if loss > x`) or using a tensor on the CPU. Move it out of the step "
-                f"(torch says: {_first_line(error)})"
-            ) from error
+            raise StateError(f"{NOT_RECORDABLE} (torch says: {_first_line(error)})") from error
         finally:
             for runtime in runtimes:
                 runtime.engine.lanes.is_recording = False
@@ -234,6 +244,12 @@ def _own_memory(number: int, leaf: Any) -> Any:
             "memory of this call for ever: move it to the GPU first, `.to('cuda', non_blocking=True)`"
         )
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _end_allocating(pool: Any) -> None:
+    """torch's allocator goes on recording when a recording fails, and the process would end at its next look."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 def _describe(value: Any) -> str:

@@ -13,7 +13,7 @@ from lamina.core.control import Control
 from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
-from lamina.errors import StateError, UsageError
+from lamina.errors import StateError, TransportError, UsageError
 from lamina.runtime.agreement import check_same_text, check_start_weights, together
 from lamina.runtime.assemble import (
     RUNTIMES,
@@ -30,7 +30,7 @@ from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import check_sources, materialise_buffers
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
-from lamina.runtime.publishing import open_peers
+from lamina.runtime.publishing import are_peers_worth_it, open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.unit import Unit
 from lamina.runtime.units import plan_units
@@ -160,10 +160,17 @@ def _whereabouts(model: nn.Module) -> list[str]:
 def _connect(
     transport: str, control: Control, data: DataMesh, blueprint: Blueprint, wire: torch.dtype | None
 ) -> Peers | SymmetricPeers | None:
-    """Memory that all ranks of a gather can read; None: gathers are collectives. `"auto"` is c10d for now."""
-    if transport != "peer" or data.world == 1:
+    """Memory that all ranks of a gather can read; None: gathers are collectives."""
+    if transport == "c10d" or data.world == 1:
         return None
-    return open_peers(control, data, blueprint.layouts, blueprint.meshes, wire)
+    if transport == "auto" and not are_peers_worth_it(data, blueprint.layouts, blueprint.meshes, wire):
+        return None
+    try:
+        return open_peers(control, data, blueprint.layouts, blueprint.meshes, wire)
+    except TransportError:
+        if transport == "auto":
+            return None
+        raise
 
 
 def _plan(

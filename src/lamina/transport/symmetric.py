@@ -30,12 +30,12 @@ from lamina.core.control import Control, name_ranks
 from lamina.core.groups import Group
 from lamina.core.layout import round_up
 from lamina.core.mesh import DataMesh
-from lamina.core.watch_sever import ON_DEVICE
+from lamina.core.watch_evidence import group_key, note_on_device
 from lamina.errors import TransportError
 from lamina.transport.c10d import C10d
 from lamina.transport.shared_memory import host_id
 
-GATHER_CHANNEL, REDUCE_CHANNEL = 0, 1  # of barriers; each needs a cell for each rank
+GATHER_CHANNEL, REDUCE_CHANNEL = CHANNELS = 0, 1  # of barriers; each needs a cell for each rank
 PART_ALIGNMENT_BYTES = 512
 RELEASE_S = 5.0  # how long `release` goes on letting barriers pass
 
@@ -67,7 +67,9 @@ class SymmetricPeers:
             for place in range(self.size)
         ]
         self._device = device
-        ON_DEVICE.add(self)
+        self._names = [f"{group_key(group.pg)} barriers of lane {channel}" for channel in CHANNELS]
+        self._met = dict.fromkeys(self._names, 0)  # barriers queued
+        note_on_device(self)
 
     def data(self, place: int) -> Tensor:
         """uint8, the published range of the member with that place in the group; only one's own may be written."""
@@ -82,14 +84,19 @@ class SymmetricPeers:
 
     def meet(self, channel: int) -> None:
         """Queue a barrier on the lane that is running, whose channel it is. Collective."""
+        self._met[self._names[channel]] += 1
         self._handle.barrier(channel=channel)
+
+    def barrier_counts(self) -> dict[str, int]:
+        """Evidence for the watch, like torch's counts of collectives."""
+        return dict(self._met)
 
     # ---- the end of a wait -------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Let barriers of this rank pass, for as long as work is queued. Note [Symmetric] 5."""
         pads = [self._handle.get_signal_pad(place, dtype=torch.int32) for place in range(self.size)]
-        cells = [channel * self.size + self.place for channel in (GATHER_CHANNEL, REDUCE_CHANNEL)]
+        cells = [channel * self.size + self.place for channel in CHANNELS]
         aside, deadline = torch.cuda.Stream(self._device), time.monotonic() + RELEASE_S
         with torch.cuda.stream(aside):
             while time.monotonic() < deadline:
