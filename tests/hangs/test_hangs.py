@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -97,7 +98,30 @@ def gather(model: nn.Module) -> None:
         pass
 
 
+def save(model: nn.Module) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        lamina.save(f"{folder}/step", model)
+
+
+def load(model: nn.Module) -> None:
+    lamina.load("/nowhere", model)
+
+
+def go_even(model: nn.Module) -> None:
+    for _ in lamina.even([1]):
+        pass
+
+
+def hold(model: nn.Module) -> None:
+    with lamina.keep(model):
+        pass
+
+
 ELSEWHERE = {
+    "save": save,
+    "load": load,
+    "even": go_even,
+    "keep": hold,
     "evaluation": evaluate,
     "gathered": gather,
     "full": lambda model: next(model.parameters()).full(),
@@ -107,14 +131,18 @@ ELSEWHERE = {
 }
 
 
-def go_elsewhere(at: int) -> dict[str, tuple[str, str, float]]:
+BEFORE_ALL = ("save", "load", "keep", "evaluation")  # beside a first step, in which ranks agree on every use
+
+
+def go_elsewhere(at: int, names: Sequence[str]) -> dict[str, tuple[str, str, float]]:
     with short_limits():
-        return {name: timed(lambda act=act: train(at, on_rank(0, act))) for name, act in ELSEWHERE.items()}
+        return {name: timed(lambda act=ELSEWHERE[name]: train(at, on_rank(0, act))) for name in names}
 
 
-def test_what_only_one_rank_does_is_named_on_both() -> None:
-    found = run_ranks(2, go_elsewhere, 3, timeout=60)
-    for name in ELSEWHERE:
+@pytest.mark.parametrize(("at", "names"), [(1, BEFORE_ALL), (3, tuple(ELSEWHERE))])
+def test_what_only_one_rank_does_is_named_on_both(at: int, names: Sequence[str]) -> None:
+    found = run_ranks(2, go_elsewhere, at, names, timeout=90)
+    for name in names:
         (code, text, seconds), (other_code, other_text, other_seconds) = (each[name] for each in found)
         assert code.startswith("LAM-") and "rank 0" in text and "rank 1" in text, (name, code, text)
         assert (other_code, other_text) == (code, text), name

@@ -29,10 +29,11 @@ def at_place(control: Control, kind: str, what: str) -> Iterator[None]:
     """Inside, a rank that waits for others says that it is saving or loading."""
     before = control.position
     control.position = replace(before, mode=kind, kind=kind, verb="agrees on", unit=what, is_over=False)
+    control.about = kind
     try:
         yield
     finally:
-        control.position = before
+        control.position, control.about = before, ""
 
 
 def together(control: Control, act: Callable[[], T], while_doing: str) -> T:
@@ -70,6 +71,7 @@ def same_everywhere(control: Control, sums: Sequence[int]) -> list[bool]:
     """For each number, whether all ranks have it. What a rank sends does not grow with the number of ranks."""
     if control.group is None or not sums:
         return [True] * len(sums)
+    control.exchange([len(sums)])  # all ranks are here, and not elsewhere
     here = torch.tensor(list(sums), dtype=torch.int64)
     bounds = torch.cat([here, -here])
     control.wait(dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=control.group, async_op=True))

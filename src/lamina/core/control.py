@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import sys
 import time
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lamina.core import terminal, watch
-from lamina.core.watch_judge import name_ranks
+from lamina.core.watch_evidence import call_site
+from lamina.core.watch_judge import CURE, name_ranks
 from lamina.core.watch_sever import disagreement
+from lamina.errors import Disagreement
 
 __all__ = ["Control", "Flags", "Position", "finish", "name_ranks"]
 
@@ -30,6 +36,13 @@ watch.on_start(terminal.listen)
 
 PHASES_KEPT = 16
 LAST_WAIT = datetime.timedelta(seconds=1)  # for flags that nobody reads, when the process ends
+
+
+# Note [Rows]
+#     The ranks' exchanges meet in the order in which they are made. A rank that saves would meet one that begins a
+#     forward, and read its numbers as an answer, or wait for more of them than are sent. So every exchange travels in
+#     rows of one length, which begin with what it is about and how many numbers follow.
+ROW_VALUES = 62
 
 
 @dataclass
@@ -47,7 +60,7 @@ class Position:
     @property
     def place(self) -> str:
         if self.phase == 0:
-            return "lamina.shard"
+            return "lamina.shard" if self.kind == "start" else f"{self.kind} before step 1"
         return f"step {self.step}, after its {self.kind}," if self.is_over else f"step {self.step} {self.kind}"
 
     @property
@@ -67,6 +80,7 @@ class Control:
         self.group, self.rank, self.world, self.name = group, rank, world, name
         self.position = Position()
         self.exchanges = 0
+        self.about = ""  # what exchanges are about that do not say so themselves
         self.device_is_busy: Callable[[], bool] = _never  # lanes that run by themselves say whether they have work left
         self.phases: deque[tuple[int, str, bool, str]] = deque(maxlen=PHASES_KEPT)
         self._step, self._is_stepped = 1, False
@@ -104,6 +118,11 @@ class Control:
     def doing(self) -> str:
         return self.position.doing
 
+    def words(self) -> str:
+        """ "step 12 forward: agrees on `gather of 0` (train.py:88)"."""
+        site = call_site(sys._getframe())
+        return self.position.words + (f" ({site})" if site else "")
+
     def history(self) -> dict[int, str]:
         """The last phases by number; equal on ranks at the same place."""
         words = {("forward", False): " without gradients", ("backward", False): " of an earlier micro-batch"}
@@ -114,15 +133,42 @@ class Control:
 
     # ---- agreement ---------------------------------------------------------------------------------------------
 
-    def exchange(self, values: list[int]) -> list[list[int]]:
-        """Every rank's values, by rank; all ranks give the same number of them."""
+    def exchange(self, values: Sequence[int], about: str = "") -> list[list[int]]:
+        """Every rank's values, by rank; all ranks give the same number of them.
+
+        Args:
+            values: each fits into 64 bits.
+            about: what is agreed on, the same on all ranks; default: `self.about`. See Note [Rows].
+
+        Raises:
+            Disagreement: ranks have met that want different things.
+        """
         self.exchanges += 1
         if self.group is None:
-            return [values]
-        mine = torch.tensor(values, dtype=torch.int64)
-        everyone = torch.empty(self.world * len(values), dtype=torch.int64)
+            return [list(values)]
+        heading = [zlib.crc32((about or self.about).encode()), len(values)]
+        rows: list[list[int]] = [[] for _ in range(self.world)]
+        for first in range(0, max(len(values), 1), ROW_VALUES):
+            part = values[first : first + ROW_VALUES]
+            mine = torch.tensor([*heading, *part, *[0] * (ROW_VALUES - len(part))], dtype=torch.int64)
+            found = self._gather_rows(mine).tolist()
+            if any(row[:2] != heading for row in found):
+                self._raise_parted()
+            for row, more in zip(rows, found, strict=True):
+                row += more[2 : 2 + len(part)]
+        return rows
+
+    def _gather_rows(self, mine: Tensor) -> Tensor:
+        everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
         self.wait(dist.all_gather_into_tensor(everyone, mine, group=self.group, async_op=True))
-        return everyone.view(self.world, -1).tolist()
+        return everyone.view(self.world, -1)
+
+    def _raise_parted(self) -> NoReturn:
+        """All ranks have seen that they are not at the same place: each says where it is."""
+        text = self.words().encode()[: 8 * ROW_VALUES].ljust(8 * ROW_VALUES)
+        words = [bytes(row.tolist()).decode(errors="ignore").strip() for row in self._gather_rows(_as_bytes(text))]
+        said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words))
+        raise Disagreement(f"ranks are at different places: {said}. {CURE}")
 
     def exchange_text(self, text: str) -> list[str]:
         """Every rank's text, by rank. For messages and checks, not for the step."""
@@ -132,10 +178,7 @@ class Control:
         mine = list(data.ljust(width, b" "))
         if self.group is None:
             return [text]
-        sent = torch.tensor(mine, dtype=torch.uint8)
-        everyone = torch.empty(self.world * width, dtype=torch.uint8)
-        self.wait(dist.all_gather_into_tensor(everyone, sent, group=self.group, async_op=True))
-        rows = everyone.view(self.world, width)
+        rows = self._gather_rows(torch.tensor(mine, dtype=torch.uint8))
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def agree_on_error(self, message: str | None) -> str | None:
@@ -200,6 +243,10 @@ def _wait_long(
         raise disagreement(running.find_cause(waiting, words)) from error
     finally:
         running.end_wait()
+
+
+def _as_bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _is_timeout(error: RuntimeError) -> bool:

@@ -27,7 +27,7 @@ def check(model: nn.Module) -> None:
     if runtime.mesh.world == 1 or not sums:
         return
     names = [f"{unit.name}" for unit in units for _ in unit.masters]
-    rows = runtime.control.exchange([runtime.mesh.range_index, *sums])
+    rows = runtime.control.exchange([runtime.mesh.range_index, *sums], "check")
     for number, name in enumerate(names, start=1):
         by_range: dict[int, list[int]] = {}
         for rank, row in enumerate(rows):

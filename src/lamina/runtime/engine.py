@@ -426,7 +426,7 @@ class Engine:
             return
         self._open(Key(Kind.KEEP, True, "end", self.resident), units)
         phase = self._current()
-        rows = self.control.exchange([int(self.gradients.any_of(unit)) for unit in released])
+        rows = self.control.exchange([int(self.gradients.any_of(unit)) for unit in released], "keep")
         for number, unit in enumerate(released):
             if any(row[number] for row in rows):
                 self.gradients.reduce(phase, unit, contribute=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from lamina.core.control import Control
 from lamina.core.program import Op, Step
+from lamina.core.watch_judge import CURE
 from lamina.errors import Disagreement
 from lamina.runtime.phase import Key, Kind, Phase
 
@@ -64,9 +65,9 @@ class Lockstep:
             sum(1 << (i - base) for i in resident if base <= i < base + MASK_BITS)
             for base in range(0, len(self.unit_names), MASK_BITS)
         ]
-        rows = self.control.exchange([phase.number, key_hash(phase.key), op, unit, int(need), *masks])
+        rows = self.control.exchange([phase.number, key_hash(phase.key), op, unit, int(need), *masks], "step")
         if len({tuple(row[:2]) for row in rows}) > 1:
-            self._disagree()
+            self._disagree(phase)
         return rows
 
     def _choose(self, phase: Phase, rows: list[list[int]]) -> Step | None:
@@ -75,13 +76,11 @@ class Lockstep:
         sign = -1 if phase.key.kind is Kind.BACKWARD else 1
         return min(reduces or wanted, key=lambda s: (sign * s.unit, OPS.index(s.op)), default=None)
 
-    def _disagree(self) -> None:
-        words = self.control.exchange_text(self.control.position.words)
+    def _disagree(self, phase: Phase) -> None:
+        began = self.control.history().get(phase.number, "")
+        words = self.control.exchange_text(self.control.words() + (f" in {began}" if began else ""))
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words))
-        raise Disagreement(
-            f"ranks are at different places: {said}. Forward, backward and step must follow in the same order on every "
-            "rank, with gradients recorded on all ranks or on none"
-        )
+        raise Disagreement(f"ranks are at different places: {said}. {CURE}")
 
 
 def key_hash(key: Key) -> int:

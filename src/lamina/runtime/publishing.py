@@ -154,7 +154,7 @@ class PeerGatherer(Gatherer):
         """Note [Published] 2: what any rank says yes to."""
         starts = range(0, len(flags), FLAGS_PER_WORD)
         words = [sum(flag << i for i, flag in enumerate(flags[s : s + FLAGS_PER_WORD])) for s in starts]
-        rows = self.control.exchange(words)
+        rows = self.control.exchange(words, "publish")
         return [any(row[i // FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 for row in rows) for i in range(len(flags))]
 
     def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work]:

@@ -157,7 +157,7 @@ def even(loader: Iterable[Batch]) -> Iterator[Batch]:
         while True:
             item: Any = next(iterator, _OVER)
             has = item is not _OVER
-            flags = [row[0] for row in runtime.control.exchange([int(has)])]
+            flags = [row[0] for row in runtime.control.exchange([int(has)], "even")]
             if not started and not all(flags):
                 empty = [rank for rank, flag in enumerate(flags) if not flag]
                 raise UsageError(
