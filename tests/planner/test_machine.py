@@ -70,9 +70,9 @@ GOOD = load_machine("h100").text()
         ("[values]", "[other]", "no \\[values\\]"),
         ("gpus_per_node = 8", "gpus_per_node = 0", "at least 1; got 0"),
         ("launch_us =", "lunch_us =", "did you mean launch_us"),
-        ('launch_us = { value = 6.0, mark = "assumed"', 'launch_us = { value = 6.0, mark = "guess"', "got 'guess'"),
-        ("launch_us = { value = 6.0", "launch_us = { value = -6.0", "must be positive"),
-        ("launch_us = { value = 6.0", "launch_us = { valve = 6.0", "launch_us is missing"),
+        ('launch_us = { value = 10.0, mark = "assumed"', 'launch_us = { value = 10.0, mark = "guess"', "got 'guess'"),
+        ("launch_us = { value = 10.0", "launch_us = { value = -10.0", "must be positive"),
+        ("launch_us = { value = 10.0", "launch_us = { valve = 6.0", "launch_us is missing"),
     ],
 )
 def test_mistakes_in_a_file_are_named(old: str, new: str, words: str) -> None:

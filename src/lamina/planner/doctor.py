@@ -102,7 +102,7 @@ def _rate_lines(machine: Machine) -> list[str]:
         f"  attention, causal        forward {machine.attention_forward_flops_per_s / 1e12:.3g} TFLOP/s, "
         f"backward {machine.attention_backward_flops_per_s / 1e12:.3g}",
         f"  memory                   {machine.memory_bytes_per_s / 1e9:.0f} GB/s",
-        f"  host time of a kernel    {machine.launch_us:.1f} us",
+        f"  host time of a launch    {machine.launch_us:.1f} us",
     ]
     return lines
 

@@ -15,7 +15,7 @@ Pure: no communication, no device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.core.program import Conflicts, Op, Program, Step
@@ -46,6 +46,49 @@ def lane_of(op: Op) -> str:
     return {Op.GATHER: GATHER, Op.REDUCE: REDUCE}.get(op, COMPUTE)
 
 
+class Schedule:
+    """What each step of a program waits for, worked out once; then times for any durations.
+
+    Args:
+        program: a legal program.
+        conflicts: units that share bytes with a unit; without it, gathers never wait for a free place.
+    """
+
+    def __init__(self, program: Program, conflicts: Conflicts | None = None) -> None:
+        self.program = program
+        self.lanes = [LANES.index(lane_of(step.op)) for step in program.steps]
+        self._awaited: list[tuple[int, ...]] = []
+        last: dict[Step, int] = {}  # position of the last occurrence of each step so far
+        for position, step in enumerate(program.steps):
+            found = [last[other] for other in _awaited(step, conflicts) if other in last]
+            by_lane = {self.lanes[index]: index for index in sorted(found)}  # a lane's later step ends later
+            self._awaited.append(tuple(by_lane.values()))
+            last[step] = position
+
+    def times(self, durations_ms: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Starts and ends of the steps, in the order of the program."""
+        free_ms = [0.0] * len(LANES)
+        starts_ms: list[float] = []
+        ends_ms: list[float] = []
+        begun_ms = 0.0  # start of the last use so far
+        for lane, awaited, duration_ms in zip(self.lanes, self._awaited, durations_ms, strict=True):
+            start_ms = free_ms[lane]
+            for position in awaited:
+                start_ms = max(start_ms, ends_ms[position])
+            if lane:
+                start_ms = max(start_ms, begun_ms)
+            else:
+                begun_ms = start_ms
+            starts_ms.append(start_ms)
+            ends_ms.append(start_ms + duration_ms)
+            free_ms[lane] = ends_ms[-1]
+        return starts_ms, ends_ms
+
+    def spans(self, durations_ms: Sequence[float]) -> tuple[Span, ...]:
+        placed = zip(self.program.steps, self.lanes, *self.times(durations_ms), strict=True)
+        return tuple(Span(LANES[lane], str(step), start_ms, end_ms) for step, lane, start_ms, end_ms in placed)
+
+
 def simulate(
     program: Program, durations: Durations = TYPICAL_DURATIONS_MS, conflicts: Conflicts | None = None
 ) -> tuple[Span, ...]:
@@ -57,22 +100,7 @@ def simulate(
         conflicts: units that share bytes with a unit; without it, gathers never wait for a free place.
     """
     duration_ms = durations if callable(durations) else lambda step: durations[step.op]
-    free_ms = dict.fromkeys(LANES, 0.0)
-    ended_ms: dict[Step, float] = {}  # end of the last occurrence of each step so far
-    begun_ms = 0.0  # start of the last use so far
-    spans = []
-    for step in program.steps:
-        lane = lane_of(step.op)
-        waits_ms = [free_ms[lane], *(ended_ms.get(other, 0.0) for other in _awaited(step, conflicts))]
-        if step.op.is_collective:
-            waits_ms.append(begun_ms)
-        start_ms = max(waits_ms)
-        span = Span(lane, str(step), start_ms, start_ms + duration_ms(step))
-        if not step.op.is_collective:
-            begun_ms = start_ms
-        free_ms[lane] = ended_ms[step] = span.end_ms
-        spans.append(span)
-    return tuple(spans)
+    return Schedule(program, conflicts).spans([duration_ms(step) for step in program.steps])
 
 
 def _awaited(step: Step, conflicts: Conflicts | None) -> Iterable[Step]:

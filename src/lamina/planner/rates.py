@@ -1,0 +1,133 @@
+"""Times of single operations on a machine: a matrix product, attention, a pass over memory, a collective.
+
+A table of measured products cannot hold every shape, and peak operations times one efficiency is wrong by a factor of
+two for narrow ones. Here a product takes the time of its operations at the plain rate plus that of its traffic
+(a roofline whose corner is round, as measured ones are), corrected by what nearby measured shapes took. A collective
+takes a latency plus its bytes over the slowest link in its way.
+
+`Reached` is what a program makes of these rates; it is the only thing that is ever fitted to whole steps.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lamina.core.strategy import Level
+from lamina.planner.machine import Machine, MatrixPoint
+
+NEAR = 0.25  # squared distance in octaves at which a measured shape speaks for half of what it could
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Shares of a machine's rates that a program reaches; one set for all machines, models and sizes."""
+
+    matrix: float = 1.0
+    attention: float = 1.0
+    memory: float = 0.7  # separate elementwise kernels, many of them short
+    network: float = 0.8
+    interference: float = 1.0  # times what the machine file says of a collective beside products
+    unit_host_ms: float = 2.0  # the runtime's own host time for a unit's forward and backward together
+    step_ms: float = 1.0  # once a step: the norm's synchronisation, the optimizer's launches, the loader
+    fp8_speedup: float = 1.6  # of products in 8 bit over those in 16
+
+
+class Rates:
+    """Times in ms on one machine, as one program reaches them."""
+
+    def __init__(self, machine: Machine, reached: Reached | None = None) -> None:
+        self.machine = machine
+        self.reached = reached or Reached()
+        self._memory = machine.memory_bytes_per_s * self.reached.memory
+        self._products: dict[tuple[int, int, int, int, int], float] = {}
+        self._links: dict[tuple[float, Level, float], float] = {}
+
+    def product_ms(self, m: int, n: int, k: int, batch: int = 1, dtype_bytes: int = 2) -> float:
+        """(m, k) by (k, n), `batch` of them at once. Both products of its backward take as long each."""
+        key = (m, n, k, batch, dtype_bytes)
+        if key not in self._products:
+            plain = roofline_ms(self.machine, m, n, k, batch, dtype_bytes, self.reached.fp8_speedup)
+            speed = self.reached.matrix / correction(self.machine, m, n, k, dtype_bytes)
+            self._products[key] = plain / speed
+        return self._products[key]
+
+    def attention_ms(self, flops: float, backward: bool = False) -> float:
+        """`flops` count what is computed: half of the square under a causal mask."""
+        machine = self.machine
+        rate = machine.attention_backward_flops_per_s if backward else machine.attention_forward_flops_per_s
+        return flops / (rate * self.reached.attention) * 1e3
+
+    def memory_ms(self, size_bytes: float) -> float:
+        """Reading and writing `size_bytes` in all."""
+        return size_bytes / self._memory * 1e3
+
+    def launch_ms(self, kernels: float) -> float:
+        return kernels * self.machine.launch_us / 1e3
+
+    def gather_ms(self, size_bytes: float, level: Level) -> float:
+        """All ranks of the level end with `size_bytes`."""
+        machine = self.machine
+        return self._link_ms(size_bytes, level, machine.gather_bytes_per_s, machine.gather_latency_us)
+
+    def reduce_ms(self, size_bytes: float, level: Level) -> float:
+        """Each rank of the level ends with its part of the sum of `size_bytes`."""
+        machine = self.machine
+        return self._link_ms(size_bytes, level, machine.reduce_bytes_per_s, machine.reduce_latency_us)
+
+    def _link_ms(self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float) -> float:
+        if level.size == 1 or size_bytes <= 0:
+            return 0.0
+        key = (size_bytes, level, bus_bytes_per_s)
+        if key not in self._links:
+            self._links[key] = self._plain_link_ms(size_bytes, level, bus_bytes_per_s, latency_us)
+        return self._links[key]
+
+    def _plain_link_ms(self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float) -> float:
+        gpus = self.machine.gpus_per_node
+        inside = min(level.size, max(1, gpus // level.stride))  # members of one group on one node
+        nodes = math.ceil(level.size / inside)
+        bus_s = size_bytes * (level.size - 1) / level.size / bus_bytes_per_s if inside > 1 else 0.0
+        network_s, hops_us = 0.0, 0.0
+        if nodes > 1:
+            groups = max(1, min(gpus, level.stride * inside) // inside)  # that share the cards of a node
+            network = max(self.machine.network_bytes_per_s * self.reached.network, 1.0)
+            network_s = groups * size_bytes * (nodes - 1) / nodes / network
+            hops_us = self.machine.network_latency_us * math.log2(nodes)
+        return max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
+
+
+def roofline_ms(
+    machine: Machine, m: int, n: int, k: int, batch: int = 1, dtype_bytes: int = 2, fp8_speedup: float = 1.0
+) -> float:
+    """Operations at the plain rate plus traffic: what a product of this shape should take."""
+    rate = machine.matrix_fp32_flops_per_s if dtype_bytes > 2 else machine.matrix_flops_per_s
+    if dtype_bytes == 1:
+        rate *= fp8_speedup
+    traffic_bytes = batch * dtype_bytes * (m * k + k * n + m * n)
+    return (2.0 * batch * m * n * k / rate + traffic_bytes / machine.memory_bytes_per_s) * 1e3
+
+
+def correction(machine: Machine, m: int, n: int, k: int, dtype_bytes: int = 2) -> float:
+    """Measured over expected time near this shape: a mean of the measured points, the nearest first."""
+    points = [p for p in machine.matrix_points if p.dtype_bytes == dtype_bytes]
+    if not points:
+        return 1.0
+    weighted, weights = 0.0, 0.0
+    for point in points:
+        weight = 1.0 / (NEAR + _distance2(point, m, n, k)) ** 2
+        weighted += weight * math.log(point.ms / roofline_ms(machine, point.m, point.n, point.k, 1, dtype_bytes))
+        weights += weight
+    return math.exp(weighted / weights)
+
+
+def _distance2(point: MatrixPoint, m: int, n: int, k: int) -> float:
+    """In octaves; m and n may change places."""
+
+    def between(rows: int, columns: int) -> float:
+        pairs = ((rows, point.m), (columns, point.n), (k, point.k))
+        return sum(math.log2(a / b) ** 2 for a, b in pairs)
+
+    return min(between(m, n), between(n, m))

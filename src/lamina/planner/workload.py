@@ -1,0 +1,79 @@
+"""What a model asks of a machine in one micro-batch, and under which choices it is to run: plain data.
+
+Whoever measures a model (on fake tensors, or by formula) fills in a `Workload`; memory and time are forecast from it
+and a `Choice`, and neither needs the model. All counts are of one rank; ranks that do the same are one.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamina.core.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """(m, k) by (k, n), `batch` of them at once, `count` times in one forward.
+
+    Both products of attention are one entry with `is_attention`: m queries, n keys, k the head's width, and what a
+    causal mask leaves out is half of it: 2 m n k operations are counted for the two.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    count: int = 1
+    dtype_bytes: int = 2
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """The forward of one unit in one micro-batch; backward follows from it."""
+
+    name: str
+    trainable_numel: int
+    frozen_numel: int
+    forward_products: tuple[MatrixProduct, ...]
+    forward_memory_bytes: float  # read and written by everything that is no product
+    kernel_count: int  # operations that are launched
+    encloses: bool = False  # its window holds the windows of all others (the root)
+    recomputable: bool = True  # a block, which `recompute` applies to
+    block_index: int = 0  # its number among blocks, for every-n-th recomputation
+    saved_bytes: int = 0  # activations that autograd keeps for backward, each storage once, weights left out
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its input: units in order of use, the root among them."""
+
+    name: str
+    units: tuple[UnitWork, ...]
+    batch: int  # sequences of a micro-batch on one rank
+    seq: int
+    logits_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on one rank."""
+        return self.batch * self.seq
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a model is to run."""
+
+    strategy: str | Strategy = "zero3"
+    world: int = 1  # data ranks
+    shard_size: int | None = None  # ranks that share one copy in "hsdp"; the ranks of a node
+    recompute: str | int = "none"  # "none", "full", "selective", or n for every n-th block
+    accumulation: int = 1  # micro-batches of a step
+    compute_bytes: int = 2  # of an element of the compute dtype
+    wire_bytes: int = 2  # of a gradient element on its way
+    slots: int = 3
+    chunked_loss: bool = False
+    optimizer: str = "adamw"

@@ -1,0 +1,192 @@
+"""Forecast times: a step by hand, laws that any forecast keeps, and steps that were measured on GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from lamina.core.program import Program
+from lamina.core.strategy import Strategy
+from lamina.errors import UsageError
+from lamina.planner.machine import Machine, load_machine
+from lamina.planner.rates import Reached
+from lamina.planner.time import StepTime, forecast_time, stretch
+from lamina.planner.timeline import Schedule, Span
+from lamina.planner.workload import Choice, MatrixProduct, UnitWork, Workload
+
+BARE = Reached(memory=1.0, network=1.0, interference=0.0, unit_host_ms=0.0, step_ms=0.0)
+# Round numbers: a TFLOP takes 1 s, a GB of memory 1 ms, a GB on a link 10 ms.
+ROUND = dataclasses.replace(
+    load_machine("h100"),
+    matrix_flops_per_s=1e12,
+    memory_bytes_per_s=1e12,
+    gather_bytes_per_s=1e11,
+    gather_latency_us=0.0,
+    reduce_bytes_per_s=1e11,
+    reduce_latency_us=0.0,
+    launch_us=0.0,
+)
+MB = 10**6
+
+
+def blocks(count: int, numel: int = 100 * MB, memory_bytes: float = 4e9, frozen: bool = False) -> Workload:
+    """Units of nothing but passes over memory: 4 ms forward, 8 ms backward each on ROUND."""
+    own = {"trainable_numel": 0 if frozen else numel, "frozen_numel": numel if frozen else 0}
+    units = tuple(
+        UnitWork(
+            f"blocks.{i}", forward_products=(), forward_memory_bytes=memory_bytes, kernel_count=0, block_index=i, **own
+        )
+        for i in range(count)
+    )
+    return Workload("blocks", units, 1, 1000)
+
+
+def forecast(workload: Workload, choice: Choice, machine: Machine = ROUND, reached: Reached = BARE) -> StepTime:
+    return forecast_time(workload, choice, machine, reached)
+
+
+def test_three_units_by_hand() -> None:
+    """200 MB a unit: gathers and reductions of 1 ms over two ranks; the first gather and the last reduction show."""
+    found = forecast(blocks(3), Choice("zero3", 2))
+    optimizer_ms = 3 * 100 * MB / 2 * 34 / 1e12 * 1e3
+    assert found.compute_ms == pytest.approx(36)
+    assert found.gather_ms == pytest.approx(3) and found.reduce_ms == pytest.approx(3)
+    assert found.exposed_ms == pytest.approx(2)
+    assert found.hidden_share == pytest.approx(4 / 6)
+    assert found.optimizer_ms == pytest.approx(optimizer_ms)
+    assert found.total_ms == pytest.approx(38 + optimizer_ms)
+    assert found.tokens_per_s == pytest.approx(2 * 1000 / found.total_ms * 1e3)
+    assert found.spans[0] == Span("gather", "AG0", 0, pytest.approx(1.0))
+    assert "67% hidden" in found.text()
+
+
+def test_one_rank_moves_nothing() -> None:
+    found = forecast(blocks(3), Choice("zero3", 1))
+    assert found.gather_ms == found.reduce_ms == found.exposed_ms == 0 and found.hidden_share == 1
+
+
+@pytest.mark.parametrize(
+    "strategy, gathered_ms, reduced_ms",
+    [
+        ("ddp", 0, 3 * 4),  # an all-reduce in fp32: 400 MB there and back
+        ("zero1", 3 * 1, 3 * 1),
+        ("zero2", 3 * 1, 3 * 1),
+        ("zero3", 3 * 1, 3 * 1),
+        (Strategy(1, 1, None), 3 * 1, 3 * 1),
+    ],
+)
+def test_what_strategies_move(strategy: str | Strategy, gathered_ms: float, reduced_ms: float) -> None:
+    found = forecast(blocks(3), Choice(strategy, 2))
+    assert (found.gather_ms, found.reduce_ms) == (pytest.approx(gathered_ms), pytest.approx(reduced_ms))
+
+
+def test_micro_batches_repeat_what_each_needs() -> None:
+    one, four = (forecast(blocks(6), Choice("zero3", 2, accumulation=count)) for count in (1, 4))
+    assert four.total_ms - four.optimizer_ms == pytest.approx(4 * (one.total_ms - one.optimizer_ms))
+    # zero1 reduces once for all micro-batches, zero2 each
+    reduced = [forecast(blocks(6), Choice(name, 2, accumulation=4)).reduce_ms for name in ("zero1", "zero2")]
+    assert reduced == [pytest.approx(6), pytest.approx(24)]
+
+
+def test_recomputation_repeats_forwards() -> None:
+    products = (MatrixProduct(1000, 1000, 1000),)
+    units = tuple(dataclasses.replace(unit, forward_products=products) for unit in blocks(4).units)
+    workload = dataclasses.replace(blocks(4), units=units)
+    busy = {r: forecast(workload, Choice("zero3", 2, recompute=r)).compute_ms for r in ("none", "full", "selective", 2)}
+    product_ms = 2.0 + 6e6 / 1e12 * 1e3
+    assert busy["full"] - busy["none"] == pytest.approx(4 * (4 + product_ms))
+    assert busy["selective"] - busy["none"] == pytest.approx(4 * 4)
+    assert busy[2] - busy["none"] == pytest.approx(2 * (4 + product_ms))
+
+
+def test_attention_costs_more_backward() -> None:
+    unit = dataclasses.replace(
+        blocks(1).units[0],
+        forward_memory_bytes=0.0,
+        forward_products=(MatrixProduct(1000, 1000, 100, batch=10, is_attention=True),),
+    )
+    machine = dataclasses.replace(ROUND, attention_forward_flops_per_s=2e12, attention_backward_flops_per_s=1e12)
+    found = forecast(dataclasses.replace(blocks(1), units=(unit,)), Choice("zero3", 1), machine)
+    assert found.compute_ms == pytest.approx(1.0 + 5.0)
+
+
+def test_frozen_units_are_cheaper_and_not_reduced() -> None:
+    frozen = forecast(blocks(3, frozen=True), Choice("zero3", 2))
+    assert frozen.reduce_ms == 0 and frozen.optimizer_ms == 0
+
+
+def test_small_units_wait_for_the_host() -> None:
+    workload = blocks(4, memory_bytes=1e6)
+    found = forecast(workload, Choice("zero3", 1), reached=dataclasses.replace(BARE, unit_host_ms=1.0))
+    assert found.host_ms == pytest.approx(4 - 4 * 3e-3) and found.compute_ms == pytest.approx(4)
+
+
+def test_collectives_slow_what_runs_beside_them() -> None:
+    slowed = dataclasses.replace(BARE, interference=1.0)
+    machine = dataclasses.replace(ROUND, interference=0.5)
+    found = forecast(blocks(3), Choice("zero3", 2), machine, slowed)
+    assert found.stretched_ms == pytest.approx(0.5 * 4)  # all but the first gather and the last reduction
+    assert found.compute_ms == pytest.approx(36 + 2)
+
+
+def test_stretching_counts_each_moment_once() -> None:
+    schedule = Schedule(Program.parse("AG0 FWD0 AG1 BWD0 RS0 FWD1"))
+    assert stretch(schedule, [1, 10, 2, 4, 3, 5], 1.0) == pytest.approx([0, 2, 0, 0, 0, 3])
+
+
+def test_a_larger_world_never_moves_faster() -> None:
+    found = [forecast(blocks(8), Choice("zero3", 8 * nodes)) for nodes in (1, 2, 8, 64, 512)]
+    walked_ms = [f.total_ms - f.optimizer_ms for f in found]  # the optimizer's part shrinks with the world
+    assert walked_ms == sorted(walked_ms)
+    assert found[0].optimizer_ms == pytest.approx(512 * found[-1].optimizer_ms)
+
+
+def test_hybrid_spares_a_slow_network_once_it_accumulates() -> None:
+    """zero3 sends each element over the network three times in 16 bit, hsdp twice in 32 bit, but once a step."""
+    machine = dataclasses.replace(ROUND, network_bytes_per_s=20e9)
+    for accumulation, hybrid_is_faster in ((1, False), (8, True)):
+        hybrid = forecast(blocks(8), Choice("hsdp", 64, 8, accumulation=accumulation), machine)
+        whole = forecast(blocks(8), Choice("zero3", 64, accumulation=accumulation), machine)
+        assert hybrid.gather_ms < 0.25 * whole.gather_ms
+        assert (hybrid.total_ms < whole.total_ms) == hybrid_is_faster
+
+
+def test_thousands_of_ranks_take_no_longer() -> None:
+    begin = time.process_time()
+    forecast(blocks(126), Choice("zero3", 16384))
+    assert time.process_time() - begin < 2.0
+
+
+def test_factors_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(UsageError, match="do not divide"):
+        forecast(blocks(2), Choice(Strategy(3, 3, 3), 8))
+
+
+def llama_1b(tokens: int, seq: int = 2048) -> Workload:
+    """The model of benchmarks/gpu_step, by formula."""
+    dim, layers, heads, hidden, words = 2048, 24, 16, 5632, 32768
+    wide = 2 * tokens * dim  # bytes of one activation
+    products = (
+        MatrixProduct(tokens, dim, dim, count=2),
+        MatrixProduct(tokens, dim // 2, dim, count=2),
+        MatrixProduct(tokens, hidden, dim, count=2),
+        MatrixProduct(tokens, dim, hidden),
+        MatrixProduct(seq, seq, dim // heads, batch=tokens // seq * heads, is_attention=True),
+    )
+    numel = 3 * dim * dim + 3 * dim * hidden + 2 * dim
+    # two norms, two sums, copies of heads; SiLU and the product behind it, (2 + 3) x 2.75 widths
+    memory_bytes = wide * (2 * 2 + 2 * 3 + 4 + 5 * hidden / dim)
+    root = UnitWork("", dim, 0, (), 2 * wide, 4, encloses=True, recomputable=False)
+    embedding = UnitWork("emb", words * dim, 0, (), 2 * wide, 2, recomputable=False)
+    many = tuple(UnitWork(f"blocks.{i}", numel, 0, products, memory_bytes, 30, block_index=i) for i in range(layers))
+    head = UnitWork("head", words * dim, 0, (MatrixProduct(tokens, words, dim),), tokens * words * 10.0, 8)
+    return Workload("1b", (root, embedding, *many, head), tokens // seq, seq)
+
+
+@pytest.mark.parametrize("machine, measured_ms", [("h200", 141.7), ("h100", 154.7)])
+def test_measured_steps(machine: str, measured_ms: float) -> None:
+    """benchmarks/gpu_step: two GPUs, 8192 tokens each, c10d; nothing in the forecast was fitted to these steps."""
+    found = forecast_time(llama_1b(8192), Choice("zero3", 2), load_machine(machine))
+    assert found.total_ms == pytest.approx(measured_ms, rel=0.05)
