@@ -29,7 +29,7 @@ from lamina.errors import (
 from lamina.launch import launch
 from lamina.optim.capture import capture
 from lamina.optim.clip import clip_grad_norm_
-from lamina.places import adopt, plan, trace
+from lamina.places import adopt, plan
 from lamina.runtime.access import gathered, sync
 from lamina.runtime.api import shard
 from lamina.runtime.checks import check
@@ -38,6 +38,7 @@ from lamina.runtime.precision import Precision
 from lamina.runtime.report import report
 from lamina.runtime.scopes import accumulate, debug, even, keep, token_mean, total
 from lamina.runtime.unit import split_parameter
+from lamina.trace.session import trace
 
 __version__ = "0.1.0.dev0"
 

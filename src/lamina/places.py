@@ -16,11 +16,6 @@ def adopt(model: Any, submodule: Any) -> NoReturn:
     _not_built("adopt()", "Add adapters before lamina.shard(), or build and shard the model anew")
 
 
-def trace(path: str) -> NoReturn:
-    """Record what really happens in a few steps, per lane."""
-    _not_built("trace()", "torch.profiler shows the same step, kernel by kernel")
-
-
 def plan(model: Any, **options: Any) -> NoReturn:
     """Forecast memory and time of a run."""
     _not_built("plan()", "lamina.report(model) shows what a sharded model holds")

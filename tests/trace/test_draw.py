@@ -9,12 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from lamina.core.arena import Demand, pack
 from lamina.core.program import Op, Program
-from lamina.planner.timeline import Span
-from lamina.trace.draw import draw_packing, draw_program, draw_spans
+from lamina.planner.timeline import Span, simulate
+from lamina.trace.draw import EXPOSED_COLOUR, draw_packing, draw_program, draw_recording, draw_spans, exposed_gaps
+from lamina.trace.recording import Recording
 
 DOCS = Path(__file__).parents[2] / "docs"
 THREE = Program.parse("AG0 FWD0 AG1 FWD1 AG2 FWD2 BWD2 RS2 BWD1 RS1 BWD0 RS0")
@@ -41,10 +43,44 @@ def test_every_step_is_a_bar_with_its_name() -> None:
 def test_bars_stand_on_their_lanes_at_their_times() -> None:
     durations_ms = {Op.GATHER: 1.0, Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.REDUCE: 3.0}
     bars = [c.get_paths()[0].get_extents() for c in draw_program(THREE, durations_ms).axes[0].collections]
-    assert len(bars) == len(THREE.steps)
+    assert len(bars) == len(THREE.steps) + len(exposed_gaps(simulate(THREE, durations_ms)))
     first_gather, first_forward = bars[0], bars[1]
     assert (first_gather.x0, first_gather.x1) == (0, 1) and first_gather.y0 < 1 < first_gather.y1
     assert (first_forward.x0, first_forward.x1) == (1, 3) and first_forward.y0 < 0 < first_forward.y1
+
+
+def red_bars(figure: Figure) -> list[tuple[float, float]]:
+    """Begin and end of every bar in the colour of waits."""
+    extents = []
+    for bar in figure.axes[0].collections:
+        if to_hex(bar.get_facecolor()[0]) == EXPOSED_COLOUR:
+            box = bar.get_paths()[0].get_extents()
+            extents.append((box.x0, box.x1))
+    return extents
+
+
+def test_what_is_exposed_is_red() -> None:
+    """By hand: compute waits for the first gather, for what is left of the second, and for nothing else."""
+    durations_ms = {Op.GATHER: 3.0, Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.REDUCE: 1.0}
+    two = Program.parse("AG0 AG1 FWD0 FWD1 BWD1 RS1 BWD0 RS0")
+    assert red_bars(draw_program(two, durations_ms)) == [(0, 3), (5, 6)]
+    assert red_bars(draw_program(Program.parse("AG0 AG1 FWD0"), durations_ms)) == [(0, 3)]
+    assert red_bars(draw_program(two, {**durations_ms, Op.GATHER: 0.0})) == []
+
+
+def test_a_recorded_step_is_drawn_with_its_own_waits_and_memory() -> None:
+    spans = (
+        Span("gather", "AG0", 0.0, 2.0),
+        Span("compute", "wait AG0", 0.5, 2.0),
+        Span("compute", "FWD0", 2.0, 3.0),
+        Span("compute", "optimizer", 4.0, 5.0),
+    )
+    step = Recording("cpu", 0, 2, ("",), spans, ((0.5, 2**20), (3.0, 2**21)), (5.0,))
+    figure = draw_recording(step)
+    assert red_bars(figure) == [(0.5, 2.0)]
+    assert texts(figure) == ["AG root", "FWD root", "optimizer"]
+    assert list(figure.axes[1].lines[0].get_ydata()) == [1, 2]
+    assert "exposed 1.5 of gathers 2.0" in figure.axes[0].get_title(loc="left")
 
 
 def test_units_may_have_names() -> None:

@@ -15,11 +15,12 @@ from safetensors import SafetensorError
 
 import lamina
 from harness import expect_error, run_ranks
+from lamina.trace.recording import load_trace
 from lamina.train import run as train_run
 from lamina.train.config import Config, read_toml
 from lamina.train.folder import Metrics
 from lamina.train.loggers import find_logger
-from lamina.train.loop import Training
+from lamina.train.loop import TRACE_STEPS, Training
 from lamina.train.sample_cli import Command, written
 from train.runs import changed, losses, small, train, write_text
 
@@ -59,7 +60,7 @@ def test_the_same_curve_on_one_two_and_four_ranks(tmp_path: Path) -> None:
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     text, folder = write_text(tmp_path), tmp_path / "run"
-    shown = run_ranks(2, train, 2, small(text, folder, steps=30, sample_tokens=9))[0]
+    shown = run_ranks(2, train, 2, small(text, folder, steps=30, sample_tokens=9, trace=True))[0]
     for word in ("whole model", "this layout", "zero3", "held-out loss", "bigram", "--- before", "--- after"):
         assert word in shown
     for command in (
@@ -75,7 +76,10 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
         "metrics.jsonl",
         "model",
         "run.toml",
+        "trace.json",
+        "trace.png",
     ]
+    assert len(load_trace(folder / "trace.json").steps) == TRACE_STEPS and "hidden" in shown
     assert read_toml(folder / "run.toml").optimisation.warmup == 1
     for key in ("lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes"):
         assert all(value > 0 for value in losses(folder, key).values()), key

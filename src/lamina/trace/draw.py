@@ -12,20 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lamina.core.program import Conflicts, Op, Program, Step
-from lamina.planner.timeline import LANES, TYPICAL_DURATIONS_MS, Durations, Span, simulate
+from lamina.core.program import Conflicts, Op, Program
+from lamina.planner.timeline import COMPUTE, LANES, TYPICAL_DURATIONS_MS, Durations, Span, simulate
+from lamina.trace.recording import OPTIMIZER, WAIT, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from lamina.core.arena import Packing
+    from lamina.trace.recording import Recording
 
 # Told apart in print and by most colour-blind readers.
 COLOURS = {Op.GATHER: "#56b4e9", Op.FORWARD: "#9fd3a4", Op.BACKWARD: "#f2c14e", Op.REDUCE: "#e08e79"}
-OTHER_COLOUR = "#c8c8c8"
+OTHER_COLOUR, OPTIMIZER_COLOUR = "#c8c8c8", "#b9a3d0"
+EXPOSED_COLOUR = "#d62728"  # compute stands still
 LANE_TITLES = {"compute": "compute", "gather": "gather (AG)", "reduce": "reduce (RS)"}
 BAR_HEIGHT = 0.72  # of a lane
+LETTERS_UPRIGHT = 9  # as many fit into a bar's height
 MIB_BYTES = 2**20
 UNITS_NUMBERED = 24  # more than this and the bytes of the arena are drawn without names
 
@@ -50,8 +54,46 @@ def draw_program(
 
 
 def draw_spans(spans: Sequence[Span], names: Sequence[str] | None = None, *, title: str | None = None) -> Figure:
-    """Timeline of spans, one row a lane; known lanes first, others (an outer stage) in the order of appearance."""
+    """Timeline of spans, one row a lane; known lanes first, others (an outer stage) in the order of appearance.
+
+    Where compute stands still for a gather or a reduction, a red bar says so: where the spans hold such waits, and else
+    between two uses while a collective runs.
+    """
     figure, axes = _page(width_inches=10.0, height_inches=2.6)
+    _draw_lanes(axes, spans, names)
+    if title is not None:
+        axes.set_title(title, loc="left", fontsize=10)
+    return figure
+
+
+def draw_recording(step: Recording, *, title: str | None = None) -> Figure:
+    """One step as it ran: the lanes, and under them the memory."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 4.6), layout="constrained")
+    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    names = [name or "root" for name in step.units]
+    _draw_lanes(lanes, step.spans, names)
+    (row,) = step.summary()
+    about = f"rank {step.rank} of {step.world}: {row}".replace(": compute", "\ncompute")
+    lanes.set_title(title or f"{about}\nred: compute stands still for a gather or a reduction", loc="left", fontsize=8)
+    lanes.set_xlabel("")
+    if step.memory:
+        times_ms, sizes = zip(*step.memory, strict=True)
+        memory.step(times_ms, [size / MIB_BYTES for size in sizes], where="post", color="black", linewidth=1.0)
+        memory.axhline(row.peak_bytes / MIB_BYTES, color=EXPOSED_COLOUR, linewidth=0.6, linestyle=":")
+    memory.set_ylim(bottom=0)
+    memory.set_ylabel("allocated, MiB")
+    memory.set_xlabel("time, ms")
+    for side in ("top", "right"):
+        for axes in (lanes, memory):
+            axes.spines[side].set_visible(False)
+    return figure
+
+
+def _draw_lanes(axes: Axes, spans: Sequence[Span], names: Sequence[str] | None) -> None:
+    if not any(span.label.startswith(WAIT) for span in spans):
+        spans = [*spans, *exposed_gaps(spans)]
     lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
     lanes += sorted({span.lane for span in spans} - set(lanes), key=[span.lane for span in spans].index)
     whole_ms = max((span.end_ms for span in spans), default=0.0)
@@ -61,9 +103,21 @@ def draw_spans(spans: Sequence[Span], names: Sequence[str] | None = None, *, tit
     axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     axes.set_xlim(0, whole_ms or 1)
     axes.set_xlabel("time, ms")
-    if title is not None:
-        axes.set_title(title, loc="left", fontsize=10)
-    return figure
+
+
+def exposed_gaps(spans: Sequence[Span]) -> list[Span]:
+    """Waits of a timeline that notes none: where compute has not begun, or is idle between two of its spans, and a
+    collective runs."""
+    compute = sorted((span for span in spans if span.lane == COMPUTE), key=lambda span: span.start_ms)
+    collectives = [span for span in spans if span.lane != COMPUTE]
+    gaps, idle_from_ms = [], 0.0
+    for use in compute:
+        running = [c for c in collectives if c.start_ms < use.start_ms and c.end_ms > idle_from_ms]
+        if running and use.start_ms > idle_from_ms:
+            begin_ms = max(idle_from_ms, min(c.start_ms for c in running))
+            gaps.append(Span(COMPUTE, WAIT + running[-1].label, begin_ms, use.start_ms))
+        idle_from_ms = max(idle_from_ms, use.end_ms)
+    return gaps
 
 
 def draw_packing(packing: Packing, names: Sequence[str] | None = None, *, title: str | None = None) -> Figure:
@@ -117,26 +171,25 @@ def _draw_bar(axes: Axes, span: Span, *, row: int, text: str, whole_ms: float) -
         edgecolor="black",
         linewidth=0.8,
     )
-    if span.duration_ms * 60 > whole_ms:  # narrower bars would be all text
+    if text and span.duration_ms * 60 > whole_ms:  # narrower bars would be all text
         middle_ms = (span.start_ms + span.end_ms) / 2
         rotation = 0 if span.duration_ms * 140 > whole_ms * len(text) else 90
-        axes.text(middle_ms, row, text, ha="center", va="center", fontsize=8, rotation=rotation)
-
-
-def _parse_label(label: str) -> Step | None:
-    """The step that a label names; None for a label of another kind (a span measured elsewhere)."""
-    try:
-        (step,) = Program.parse(label).steps
-    except ValueError:
-        return None
-    return step
+        size = 6.5 if rotation and len(text) > LETTERS_UPRIGHT else 8
+        axes.text(middle_ms, row, text, ha="center", va="center", fontsize=size, rotation=rotation)
 
 
 def _colour(label: str) -> str:
-    step = _parse_label(label)
+    if label.startswith(WAIT):
+        return EXPOSED_COLOUR
+    if label == OPTIMIZER:
+        return OPTIMIZER_COLOUR
+    step = title_of(label)
     return OTHER_COLOUR if step is None else COLOURS[step.op]
 
 
 def _bar_text(label: str, names: Sequence[str] | None) -> str:
-    step = _parse_label(label)
+    """Waits have their colour; their bars are mostly too thin to write on."""
+    step = title_of(label)
+    if label.startswith(WAIT):
+        return ""
     return label if names is None or step is None else f"{step.op.value} {names[step.unit]}"

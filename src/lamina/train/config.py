@@ -106,6 +106,8 @@ class Watching:
     """length of the text shown before and after (None: 240 bytes, or 60 words; 0: none)"""
     log: Literal["none", "tensorboard", "wandb"] = "none"
     """where metrics go besides metrics.jsonl, if it is installed"""
+    trace: bool = False
+    """record three steps: trace.json for Perfetto and trace.png, in the run's folder"""
 
 
 @dataclass(frozen=True)

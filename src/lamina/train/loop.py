@@ -10,6 +10,8 @@ runs ahead of the device. Files are rank 0's; if it cannot write, every rank sto
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from lamina.checkpoint.api import load, save
 from lamina.errors import UsageError
 from lamina.optim.clip import clip_grad_norm_
 from lamina.runtime.scopes import accumulate, total
+from lamina.trace.session import Trace, trace
 from lamina.train.agreed import on_rank_0
 from lamina.train.config import learning_rate
 from lamina.train.data import deal
@@ -34,6 +37,8 @@ from lamina.train.objective import evaluating
 from lamina.train.stopping import Stopping
 from lamina.train.throughput import flops_per_token, peak_flops
 from lamina.train.view import Progress, View
+
+TRACE_AFTER, TRACE_STEPS = 3, 3  # the first steps agree on their order; what follows is alike
 
 
 @dataclass
@@ -89,14 +94,19 @@ class Training:
         config = self.job.config
         steps, watching = config.optimisation.steps or 0, config.watching
         every, save_every = watching.evaluate_every or steps, watching.save_every or steps
-        with self.stopping.listening():
+        with self.stopping.listening(), contextlib.ExitStack() as tracing:
             if not self.curve.held_out:
                 self.evaluate()
             self._began = self._marked = time.perf_counter()
             self._first_step = self.step
+            first_traced = min(self.step + TRACE_AFTER, steps - 1)
             while self.step < steps:
+                if watching.trace and self.step == first_traced:
+                    traced = tracing.enter_context(trace(self.folder.path / "trace.json", self.job.model))
                 self._ran.append(self._one_step())
                 last = self.step == steps
+                if watching.trace and self.step == min(first_traced + TRACE_STEPS, steps):
+                    self._on_first(functools.partial(self._end_trace, tracing, traced))
                 if self.step % watching.log_every == 0 or last:
                     self._report()
                 if self.step % every == 0 or last:
@@ -127,6 +137,10 @@ class Training:
         job.optimizer.zero_grad()
         self.step += 1
         return Ran(self.step, loss_sum, tokens, norm, lr)
+
+    def _end_trace(self, tracing: contextlib.ExitStack, traced: Trace) -> None:
+        tracing.close()
+        self.view.say(f"trace: {self.folder.path / 'trace.png'}\n{traced}")
 
     def evaluate(self) -> float:
         """The loss on held-out text, the mean over its tokens. Collective."""
