@@ -6,13 +6,15 @@ the weights that backward needs anyway are there when the forward runs again.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lamina.errors import UsageError
@@ -59,8 +61,59 @@ class RecomputedForward:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if self.selective:
-            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            kwargs["context_fn"] = _selective_contexts
         return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+
+
+def _selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """For the first forward, and for the one in backward."""
+    keeping, giving = create_selective_checkpoint_contexts(_policy)
+    return _nested(keeping, CopyOnWrite(keeping)), giving
+
+
+@contextlib.contextmanager
+def _nested(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class CopyOnWrite(TorchDispatchMode):
+    """Copies a kept product before it is written in place.
+
+    torch keeps the tensor itself. If the forward writes to it, the second forward would start from what was written:
+    torch names that where it can see it, and not where the write goes through a view that does not share the version
+    counter, as inside a GRU: there gradients are wrong without an error.
+    """
+
+    def __init__(self, keeping: Any) -> None:
+        super().__init__()
+        self.keeping = keeping
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op._schema.is_mutable:
+            for argument, value in zip(op._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._save_what_lies_in(value)
+            for argument in op._schema.arguments:
+                if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+                    self._save_what_lies_in(kwargs[argument.name])
+        return op(*args, **kwargs)
+
+    def _save_what_lies_in(self, written: Any) -> None:
+        places = {leaf.untyped_storage()._cdata for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)}
+        for entries in self.keeping.storage.values():
+            for entry in entries.values() if isinstance(entries, dict) else entries:
+                for kept in pytree.tree_leaves(entry):
+                    value = getattr(kept, "val", None)
+                    if isinstance(value, Tensor) and value.untyped_storage()._cdata in places:
+                        with _disable_current_modes():  # the copy is no operation of the forward
+                            kept.val = value.clone()
+                        kept.version = kept.val._version
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

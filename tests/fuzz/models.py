@@ -1,0 +1,262 @@
+"""Random models: trees of layers whose structure sharding runtimes have got wrong, drawn from a seed.
+
+A model is drawn twice from one seed, once to be sharded and once as it is. Its forward takes (samples, WIDTH) inputs
+and the number of the rank whose data they are: some layers are skipped, or used twice, by some ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+Draw = Callable[["Maker"], nn.Module]
+
+
+class Layer(nn.Module):
+    """A layer that may look at whose data it sees."""
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        raise NotImplementedError
+
+
+class Dense(Layer):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Wide(Layer):
+    """Two matrices of unequal sizes and a norm."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        hidden = draw.choice([3, 7, 40])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class Small(Layer):
+    """A scalar, an empty parameter, and one of odd shape."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.odd = nn.Parameter(torch.randn(1, WIDTH, 1) * 0.3)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x * self.scale + self.odd[0, :, 0] + self.nothing.sum()
+
+
+class Lora(Layer):
+    """A frozen matrix with a trainable pair: it is read after the gradients of the pair are there."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH) * 0.3), nn.Parameter(torch.randn(WIDTH, 2) * 0.3)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return torch.tanh(self.base(x) + F.linear(F.linear(x, self.a), self.b))
+
+
+class Unused(Layer):
+    """Parameters that no rank uses, beside one that all do."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.spare, self.used = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x - torch.sin(self.used(x))
+
+
+class Detached(Layer):
+    """Its weight is read once with, and once without gradient."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.4)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return torch.tanh(x @ self.weight + 0.5 * (x @ self.weight.detach().t()))
+
+
+class Counting(Layer):
+    """A buffer that counts calls, and one that scales."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.9))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Recurrent(Layer):
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x + self.rnn(x[:, None])[0][:, 0]
+
+
+class Chain(Layer):
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, rank)
+        return x
+
+
+class Skipped(Layer):
+    """Some ranks leave its layer out."""
+
+    def __init__(self, layer: Layer, remainder: int) -> None:
+        super().__init__()
+        self.layer, self.remainder = layer, remainder
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x if rank % 3 == self.remainder else self.layer(x, rank)
+
+
+class Twice(Layer):
+    """Its layer is used two times; by some ranks once only."""
+
+    def __init__(self, layer: Layer, uneven: bool) -> None:
+        super().__init__()
+        self.layer, self.uneven = layer, uneven
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.layer(x, rank)
+        return x if self.uneven and rank % 2 else self.layer(x, rank)
+
+
+class Recomputed(Layer):
+    """torch's own checkpoint around a layer."""
+
+    def __init__(self, layer: Layer, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return checkpoint(self.layer, x, rank, use_reentrant=self.reentrant)
+
+
+class Reads(Layer):
+    """The parent reads the weight of a child, beside calling it or instead."""
+
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.child, self.calls = nn.Linear(WIDTH, WIDTH), calls
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        read = torch.tanh(F.linear(x, self.child.weight))
+        return read + self.child(x) if self.calls else read
+
+
+class Pair(Layer):
+    """Gives its parts to the parent as a dict, of which one is not used."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer, self.other = Outputs(layer), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        parts = self.layer(x, rank)
+        return parts["main"] + 0.1 * self.other(parts["side"][0])
+
+
+class Outputs(nn.Module):
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer, self.side = layer, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, rank: int) -> dict[str, object]:
+        x = self.layer(x, rank)
+        return {"main": x, "side": (self.side(x), None), "unused": x * 2}
+
+
+LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent)
+
+
+class Maker:
+    """Draws layers; `features` names what it has drawn."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self.features = draw, set[str]()
+
+    def leaf(self) -> Layer:
+        kind = self.draw.choice(LEAVES)
+        self.features.add(kind.__name__)
+        return kind(self.draw)
+
+    def layer(self, depth: int) -> Layer:
+        if depth == 0 or self.draw.random() < 0.35:
+            return self.leaf()
+        kind = self.draw.choice(["Chain", "Skipped", "Twice", "Recomputed", "Reads", "Pair"])
+        self.features.add(kind)
+        if kind == "Chain":
+            return Chain([self.layer(depth - 1) for _ in range(self.draw.randint(1, 3))])
+        if kind == "Skipped":
+            return Skipped(self.layer(depth - 1), self.draw.randrange(3))
+        if kind == "Twice":
+            return Twice(self.layer(depth - 1), self.draw.random() < 0.3)
+        if kind == "Recomputed":
+            return Recomputed(self.layer(depth - 1), self.draw.random() < 0.4)
+        if kind == "Reads":
+            return Reads(self.draw.random() < 0.5)
+        return Pair(self.layer(depth - 1))
+
+
+class RandomModel(nn.Module):
+    """An input layer, drawn blocks, and a head; some weights are tied or frozen."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        draw = random.Random(seed)
+        maker = Maker(draw)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(maker.layer(draw.choice([1, 1, 2, 3])) for _ in range(draw.randint(1, 5)))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.5)
+        if draw.random() < 0.3:
+            self.head.weight = self.first.weight
+            maker.features.add("tied head")
+        dense = [module for module in self.modules() if isinstance(module, Dense)]
+        if len(dense) > 1 and draw.random() < 0.4:
+            dense[-1].linear.weight = dense[0].linear.weight
+            maker.features.add("tied blocks")
+        if draw.random() < 0.3:
+            frozen = draw.choice(list(self.blocks))
+            frozen.requires_grad_(False)
+            maker.features.add("frozen block")
+        if draw.random() < 0.15:
+            self.first.requires_grad_(False)
+            maker.features.add("frozen first")
+        self.features = frozenset(maker.features)
+        self.double()
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = block(x, rank)
+        return self.head(x)
