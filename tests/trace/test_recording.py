@@ -150,6 +150,7 @@ def fail(folder: Path) -> None:
         step(model, optimizer, 0)
         raise ZeroDivisionError
     assert not list(folder.iterdir())
+    dist.barrier()
     if dist.get_rank() == 0:
         again = pytest.raises(StateError, match="traced already")
         with lamina.trace(folder / "a.json", model), again, lamina.trace(folder / "b.json", model):
