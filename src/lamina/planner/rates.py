@@ -95,7 +95,7 @@ class Rates:
             groups = max(1, min(gpus, level.stride * inside) // inside)  # that share the cards of a node
             network = max(self.machine.network_bytes_per_s * self.reached.network, 1.0)
             network_s = groups * size_bytes * (nodes - 1) / nodes / network
-            hops_us = self.machine.network_latency_us * math.log2(nodes)
+            hops_us = self.machine.network_latency_us * (nodes - 1)  # NCCL's ring passes every node in turn
         return max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
 
 
