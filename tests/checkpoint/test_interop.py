@@ -130,6 +130,8 @@ def save_fsdp2(path: str) -> dict[str, torch.Tensor]:
     steps(model, optimizer, range(2))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=path)
+    plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}  # numbers its parameters
+    dcp.save(plain, checkpoint_id=f"{path} numbered")
     steps(model, optimizer, STEPS)
     return full_of(model)
 
@@ -164,8 +166,8 @@ def go_on_in_fsdp2(path: str) -> dict[str, torch.Tensor]:
 
 def test_fsdp2_jobs_go_on_here_and_ours_there(tmp_path: Path) -> None:
     wanted = run_ranks(2, save_fsdp2, str(tmp_path / "theirs"))[0]
-    for world in (1, 2):
-        for values in run_ranks(world, go_on_from_fsdp2, str(tmp_path / "theirs")):
+    for world, name in ((1, "theirs"), (2, "theirs"), (2, "theirs numbered")):
+        for values in run_ranks(world, go_on_from_fsdp2, str(tmp_path / name)):
             assert largest_difference(values, wanted) < TOLERANCE
     run_ranks(2, save_for_fsdp2, str(tmp_path / "ours"))
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0

@@ -116,6 +116,24 @@ class Recurrent(Layer):
         return x + self.rnn(x[:, None])[0][:, 0]
 
 
+class Mixed(Layer):
+    """Complex, integer and half-precision parameters beside one of the model's dtype."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(3, WIDTH, dtype=torch.complex128) * 0.3)
+        self.base = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.coarse = nn.Parameter(torch.randn(WIDTH).half(), requires_grad=False)
+        self.gain = nn.Parameter(torch.randn(WIDTH) * 0.3)
+
+    def keep_dtypes(self) -> None:
+        self.coarse.data = self.coarse.data.half()
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        turned = (x.to(torch.complex128) @ self.phase.t()) @ self.phase.conj()
+        return torch.tanh(turned.real + x @ self.base.to(x.dtype) / 20 + self.gain * self.coarse.to(x.dtype))
+
+
 class Chain(Layer):
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
@@ -195,7 +213,7 @@ class Outputs(nn.Module):
         return {"main": x, "side": (self.side(x), None), "unused": x * 2}
 
 
-LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent)
+LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent, Mixed)
 
 
 class Maker:
@@ -228,7 +246,10 @@ class Maker:
 
 
 class RandomModel(nn.Module):
-    """An input layer, drawn blocks, and a head; some weights are tied or frozen."""
+    """An input layer, drawn blocks, and a head; some weights are tied or frozen, the head's never.
+
+    So every rank's loss needs gradients: which backwards there are must agree over ranks.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -249,14 +270,18 @@ class RandomModel(nn.Module):
             frozen = draw.choice(list(self.blocks))
             frozen.requires_grad_(False)
             maker.features.add("frozen block")
-        if draw.random() < 0.15:
+        if draw.random() < 0.15 and self.head.weight is not self.first.weight:
             self.first.requires_grad_(False)
             maker.features.add("frozen first")
+        self.gain = nn.Parameter(torch.tensor(1.2))  # always trains: every rank's loss has a gradient
         self.features = frozenset(maker.features)
         self.double()
+        for module in self.modules():
+            if isinstance(module, Mixed):
+                module.keep_dtypes()
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         x = torch.tanh(self.first(x))
         for block in self.blocks:
             x = block(x, rank)
-        return self.head(x)
+        return self.head(x) * self.gain

@@ -170,7 +170,7 @@ class DcpSource(Source):
         self._check_files()
         self.tensors = {name: self._stored(key) for name, key in self._paths.model.items()}
         if self._paths.states:
-            self.optimizer = self._read_optimizer()
+            self.optimizer = self._read_optimizer(hints)
 
     def _sort(self, hints: Hints) -> _Paths:
         """DCP flattens nested dicts and remembers the way; the model is where most of the wanted names are."""
@@ -214,7 +214,8 @@ class DcpSource(Source):
     def state(self, name: str, key: str) -> Stored:
         return self._stored(self._paths.states[name][key])
 
-    def _read_optimizer(self) -> OptimizerEntry:
+    def _read_optimizer(self, hints: Hints) -> OptimizerEntry:
+        groups = self._groups(list(self._paths.states), hints)
         states = {}
         for name, keys in self._paths.states.items():
             shape, entry = self.tensors[name].shape if name in self.tensors else (), StateEntry()
@@ -226,15 +227,31 @@ class DcpSource(Source):
                     stand_in = torch.empty(described.size, dtype=described.properties.dtype, device="meta")
                     _enter(entry, key, stand_in, shape)
             states[name] = entry
-        return OptimizerEntry(ANY, self._groups(list(states)), states)
+        return OptimizerEntry(ANY, groups, states)
 
-    def _groups(self, names: list[str]) -> tuple[GroupEntry, ...]:
+    def _named(self, number: int, members: tuple[Any, ...], hints: Hints) -> tuple[str, ...]:
+        """Names of a group's parameters; an optimizer's own `state_dict()` has numbers, which stand for its order."""
+        if not any(isinstance(member, int) for member in members):
+            return members
+        names = hints.groups[number] if number < len(hints.groups) else ()
+        if len(names) != len(members):
+            raise CheckpointError(
+                f"group {number} of the optimizer in {self.where} has {len(members)} parameters without names, and the "
+                f"optimizer's has {len(names)}: build the groups as they were, or save with "
+                "torch.distributed.checkpoint.state_dict.get_state_dict, which names them"
+            )
+        for member, name in zip(members, names, strict=True):
+            if str(member) in self._paths.states:
+                self._paths.states[name] = self._paths.states.pop(str(member))
+        return tuple(names)
+
+    def _groups(self, names: list[str], hints: Hints) -> tuple[GroupEntry, ...]:
         if not self._paths.groups:
             return (GroupEntry(tuple(names), {}),)
         groups = []
-        for _, keys in sorted(self._paths.groups.items()):
+        for number, keys in sorted(self._paths.groups.items()):
             group = {option: self._read_one(key) for option, key in keys.items()}
-            members = tuple(group.pop("params"))
+            members = self._named(number, tuple(group.pop("params")), hints)
             group.pop("param_names", None)
             groups.append(GroupEntry(members, {k: encode(v, k, inline_tensors=True).json for k, v in group.items()}))
         return tuple(groups)
