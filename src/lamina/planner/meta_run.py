@@ -1,0 +1,183 @@
+"""A model without memory that runs as it would on a device: kernels chosen as there, bytes counted, nothing computed.
+
+torch can run a model on fake tensors, but a fake GPU needs a torch built for one, and tensors on meta take the slow
+paths of attention and normalisation, which save other tensors than the kernels that will really run. Here a copy of
+the model lies on meta, those two operations are sent to the kernels of the wanted device, and `LiveBytes` follows the
+birth and the death of every storage: what an allocator would have handed out at each moment, of all ranks' one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lamina.planner.known_values import KnownValues
+
+_aten: Any = torch.ops.aten
+CUDA_BLOCK_BYTES = 512  # what the caching allocator rounds to
+FLASH = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy whose parameters, buffers and other tensors lie on meta; ties stay ties. No memory is taken."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    for module in model.modules():
+        for value in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = value.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+class KernelsOf(TorchFunctionMode):
+    """Attention and normalisation by the kernels of a kind of device, "cuda" or "cpu"."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        if func is F.rms_norm and self.kind == "cuda":
+            return self._rms_norm(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            if attn_mask.dtype is torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = attn_mask.expand(*query.shape[:-2], query.shape[-2], key.shape[-2])
+        if self.kind == "cpu":
+            return _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        if attn_mask is None and query.dtype.itemsize == 2:
+            return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+    def _rms_norm(
+        self,
+        func: Any,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        if weight is None or weight.dtype is not input.dtype or len(normalized_shape) != 1:
+            return func(input, normalized_shape, weight, eps)
+        return _FusedNorm.apply(input, weight)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What the GPU's kernel for rms_norm takes and saves; on meta, torch would take it apart."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
+        ctx.save_for_backward(input, weight, scale)
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), torch.empty_like(weight)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that are alive and were made under this mode, and their largest sum in each stretch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.rounding_bytes = CUDA_BLOCK_BYTES if kind == "cuda" else 1
+        self.live_bytes = 0
+        self.peak_bytes = 0  # since the last `begin_stretch`
+        self.values = KnownValues()
+        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+
+    def begin_stretch(self) -> int:
+        """The peak of the stretch that ends here."""
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = self.values.read(func, args)
+        if known is not None:
+            return known
+        result = func(*args, **kwargs)
+        self.values.note(func, args, kwargs, result)
+        before = {id_of(t) for t in tensors_in((args, kwargs))}
+        made = [t for t in tensors_in(result) if id_of(t) not in before]
+        for tensor in made:
+            self._follow(tensor)
+        scratch_bytes = backward_scratch_bytes(func, args)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch_bytes)
+        self.saw(func, args, kwargs, result, bool(made))
+        return result
+
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any, made: bool) -> None:
+        """For whoever counts operations; `made`: the result is no view and no input."""
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size_bytes = -(-storage.nbytes() // self.rounding_bytes) * self.rounding_bytes
+        self._alive[key] = weakref.ref(storage, functools.partial(self._forget, key)), size_bytes
+        self.live_bytes += size_bytes
+
+    def _forget(self, key: int, reference: Any) -> None:
+        self.live_bytes -= self._alive.pop(key)[1]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def id_of(tensor: Tensor) -> int:
+    """Of its storage: views have their base's."""
+    return tensor.untyped_storage()._cdata
+
+
+def backward_scratch_bytes(func: Any, args: Any) -> int:
+    """What flash attention's backward takes for itself: fp32 sums of dQ, and dK, dV of every query head."""
+    if func is not _aten._scaled_dot_product_flash_attention_backward.default:
+        return 0
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    sums_bytes = batch * heads * -(-length // 128) * 128 * -(-width // 32) * 32 * 4
+    spread = 2 * query.element_size() * batch * heads * key.shape[2] * width
+    return sums_bytes + (spread if heads != key.shape[1] else 0)

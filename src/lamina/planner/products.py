@@ -1,0 +1,62 @@
+"""Which operations are matrix products, and of what shape.
+
+Pure: reads shapes only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.planner.meta_run import FLASH
+from lamina.planner.workload import MatrixProduct
+
+_aten: Any = torch.ops.aten
+MATRIX = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}  # first factor
+
+
+class ProductCount:
+    """Products, those of one shape counted together."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[MatrixProduct] = Counter()
+
+    def add(self, product: MatrixProduct) -> None:
+        self._counts[product] += 1
+
+    def result(self) -> tuple[MatrixProduct, ...]:
+        return tuple(replace(product, count=count) for product, count in self._counts.items())
+
+
+def product_of(func: Any, args: Any, result: Any) -> MatrixProduct | None:
+    """The product that an operation is, or None."""
+    if func in MATRIX:
+        left, right = args[MATRIX[func] : MATRIX[func] + 2]
+        batch = left.shape[0] if left.dim() == 3 else 1
+        return MatrixProduct(left.shape[-2], right.shape[-1], left.shape[-1], batch, dtype_bytes=left.element_size())
+    if func in FLASH:
+        query, key = args[0], args[1]
+        batch, heads, length, width = query.shape
+        return MatrixProduct(
+            length, key.shape[2], width, batch * heads, dtype_bytes=query.element_size(), is_attention=True
+        )
+    if func is _aten.convolution.default:
+        return _convolution(args, result)
+    return None
+
+
+def _convolution(args: Any, result: Tensor) -> MatrixProduct:
+    """As the product it is computed by: positions by filters, over what a filter sees."""
+    weight = args[1]
+    is_transposed, groups = args[6], args[8]
+    places = result if not is_transposed else args[0]
+    filters = weight.shape[0] if not is_transposed else weight.shape[1]
+    rows = math.prod(places.shape) // places.shape[1]
+    return MatrixProduct(
+        rows, filters // groups or 1, math.prod(weight.shape[1:]), groups, dtype_bytes=weight.element_size()
+    )

@@ -1,0 +1,192 @@
+"""Memory forecasts: allocation for allocation beside what real steps hold and save, and steps measured on GPUs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lamina
+from harness import run_ranks
+from lamina.core.strategy import Strategy, resolve
+from lamina.errors import UsageError
+from lamina.planner.machine import load_machine
+from lamina.planner.measure import measure
+from lamina.planner.measure_data import Measured
+from lamina.planner.memory import forecast_memory
+from lamina.planner.state import state_of
+from lamina.planner.workload import Choice
+from lamina.train.gpt import GPT, Shape
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+GIB = 1 << 30
+KINDS = ("masters", "gradients", "slots", "published", "reduction", "accumulated")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", Strategy(params=2, grads=2, optimizer=4), Strategy(1, 2, 4))
+
+
+def small_gpt() -> GPT:
+    return GPT(Shape(width=24, layers=3, heads=2, length=16))
+
+
+def hold_memory(strategy: str | Strategy, precision: str | None, passes: int) -> dict[str, int]:
+    """What a rank of a real step holds after its last backward, and its optimizer's state."""
+    torch.manual_seed(0)
+    model = lamina.shard(small_gpt(), strategy=strategy, precision=precision, transport="c10d", start="trust")
+    optimizer = lamina.optim.AdamW(model.parameters())
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    most: dict[str, int] = {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        for index in range(passes):
+            with lamina.accumulate(model, last=index == passes - 1):
+                model(tokens).float().sum().backward()
+            held = lamina.report(model).memory
+            most = {kind: max(held.get(kind, 0), most.get(kind, 0)) for kind in {*held, *most}}
+        optimizer.step()
+    states = {id(s[key]): s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
+    owned = sum(getattr(t, "local", t).nbytes for t in states.values())
+    return most | {"moments": owned}
+
+
+@functools.cache
+def measured_small(precision: str | None) -> Measured:
+    return measure(small_gpt(), 2, 16, precision=precision, kind="cpu")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_state_is_what_a_rank_allocates(strategy: str | Strategy, precision: str | None) -> None:
+    world = 2 if isinstance(strategy, str) else 4
+    passes = 2 if precision == "bf16" else 1
+    real = run_ranks(world, hold_memory, strategy, precision, passes)[0]
+    units = measured_small(precision).units
+    state = state_of(units, resolve(strategy, world), accumulation=passes, on_gpu=False)
+    forecast = {
+        "masters": state.masters,
+        "gradients": sum(state.gradients),
+        "slots": state.slots,
+        "published": state.published,
+        "reduction": state.reduction,
+        "accumulated": state.accumulated,
+    }
+    assert forecast == {kind: real.get(kind, 0) for kind in KINDS}
+    padding = sum(4 * 256 for _ in units) + 8 * sum(len(unit.params) * 16 for unit in units)
+    assert 0 <= state.optimizer - real["moments"] <= 2 * padding  # moments of what is owned, not of what is padded
+
+
+def saved_by_a_real_step(model: nn.Module, tokens: Tensor, recompute: str = "none") -> int:
+    """Bytes that autograd keeps when the forward has ended: each storage once, without weights and input."""
+    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), tokens]}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(tokens)
+        logits = getattr(output, "logits", output).flatten(0, -2).float()
+        torch.nn.functional.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def hf_model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "hidden_size": 32}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # whose masks differ between devices
+    config = {
+        "llama": lambda: transformers.LlamaConfig(intermediate_size=64, num_key_value_heads=2, **sizes),
+        "qwen2": lambda: transformers.Qwen2Config(intermediate_size=64, num_key_value_heads=4, **sizes),
+        "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, **no_dropout),
+    }[name]()
+    config.use_cache = False
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "qwen2", "gpt2"])
+def test_saved_activations_are_those_of_a_real_step(name: str) -> None:
+    model = small_gpt() if name == "gpt" else hf_model(name)
+    forecast = measure(model, 2, 16, kind="cpu")
+    assert forecast.saved_bytes == saved_by_a_real_step(model, torch.zeros(2, 16, dtype=torch.long))
+    assert next(model.parameters()).device.type == "cpu"  # it was copied
+
+
+def test_recomputation_saves_what_enters_a_block() -> None:
+    nothing, everything = (measure(small_gpt(), 2, 16, kind="cpu", recompute=r) for r in ("none", "full"))
+    blocks = [unit for unit in everything.workload.units if unit.name.startswith("layers.")]
+    hidden_bytes, turns_bytes = 2 * 16 * 24 * 4, 2 * 16 * 6 * 4
+    assert [unit.saved_bytes for unit in blocks] == [hidden_bytes + turns_bytes, hidden_bytes, hidden_bytes]
+    assert everything.workload.units[2].forward_products == nothing.workload.units[2].forward_products
+    peaks = [max(moment.activation_bytes for moment in m.moments) for m in (nothing, everything)]
+    assert peaks[1] < peaks[0]
+
+
+def test_nothing_stays_alive_after_a_step() -> None:
+    end = measured_small(None).moments[-1]
+    embedding_bytes = 256 * 24 * 4
+    assert end.activation_bytes <= 2 * embedding_bytes + 2 * 2 * 16 * 24 * 4
+    assert len(end.reduced) == len(measured_small(None).units)
+
+
+def gpu_rows() -> list[tuple[str, int, dict]]:
+    rows = []
+    for name, tokens in (("peer_1b_2xH200", 8192), ("peer_1b_2048_2xH200", 2048)):
+        data = json.loads((BENCHMARKS / "gpu_step" / "results" / f"{name}.json").read_text())
+        rows += [(name, tokens, row) for row in data["rows"] if row["way"] == "lamina"]
+    return rows
+
+
+def test_measured_gpu_steps() -> None:
+    """Allocated bytes have no fitted constant; those of the others come from these rows."""
+    sys.path.insert(0, str(BENCHMARKS / "gpu_step"))
+    try:
+        from model import Model
+    finally:
+        sys.path.pop(0)
+    with torch.device("meta"):
+        model = Model("1b")
+    precision = lamina.Precision(compute=torch.bfloat16, keep=())
+    for name, tokens, row in gpu_rows():
+        measured = measure(model, tokens // 2048, 2048, precision=precision)
+        forecast = forecast_memory(measured, Choice("zero3", 2), load_machine("h200"))
+        assert forecast.allocated_bytes / GIB == pytest.approx(row["allocated_gib"], rel=0.01), name
+        assert forecast.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], rel=0.02), name
+        assert forecast.used_bytes / GIB == pytest.approx(row["used_gib"], abs=1.0), name
+        assert forecast.peak.place == "backward loss"
+
+
+class Peeks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.sum().item() > 0:
+                x = -x
+        return x
+
+
+def test_a_model_that_reads_values_is_named() -> None:
+    with pytest.raises(UsageError, match=r"Peeks cannot run without values: in `layers.0`.*inputs="):
+        measure(Peeks(), 1, 1, inputs=[torch.zeros(2, 4)])
+    with pytest.raises(UsageError, match="batch=0"):
+        measure(small_gpt(), 0, 16)
+
+
+def test_values_that_no_input_decides_are_read() -> None:
+    class Packs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.shape[0])
+            whole = bool((positions.diff() == 1).all())
+            return super().forward(x) if whole else x
+
+    products = measure(Packs(4, 4), 1, 1, inputs=[torch.zeros(3, 4)]).workload.units[0].forward_products
+    assert [(p.m, p.n, p.k) for p in products] == [(3, 4, 4)]
