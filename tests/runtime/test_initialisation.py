@@ -15,13 +15,8 @@ from torch import nn
 
 from lamina.errors import InitialisationError, StateError
 from lamina.runtime.deferred import deferred
-from lamina.runtime.materialise import InitRecord, Materialised, materialise, materialise_buffers
-
-SEED = 3
-
-
-def materialise_all(model: nn.Module, seed: int = SEED) -> Materialised:
-    return materialise(model, list(model.named_parameters()), "cpu", seed)
+from lamina.runtime.materialise import InitRecord, materialise
+from runtime.init_models import SEED, AdaLN, Owner, Rotary, SmallLanguageModel, materialise_all
 
 
 def assert_equals_eager(build: Callable[[], nn.Module], backwards: bool = False) -> nn.Module:
@@ -49,62 +44,6 @@ def assert_equals_eager(build: Callable[[], nn.Module], backwards: bool = False)
     for name, buffer in eager.named_buffers():
         assert not buffers[name].is_meta and torch.equal(buffers[name], buffer), name
     return lazy
-
-
-class AdaLN(nn.Module):
-    """A zero-initialisation written by the parent, after the child's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.full((6,), 0.5))
-        self.out = nn.Linear(6, 12)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
-
-
-class Rotary(nn.Module):
-    def __init__(self, dim: int = 8, length: int = 16) -> None:
-        super().__init__()
-        inv_freq = 1.0 / 10000 ** (torch.arange(0, dim, 2).float() / dim)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        angles = torch.outer(torch.arange(length).float(), inv_freq)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("noise", torch.randn(4))
-        self.proj = nn.Linear(dim, dim)
-
-
-class Owner(nn.Module):
-    """One parameter, and a function that initialises it."""
-
-    def __init__(self, init: Callable[[nn.Parameter], object], shape: tuple[int, ...] = (12, 7)) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.empty(shape))
-        init(self.w)
-
-
-class SmallLanguageModel(nn.Module):
-    """In the manner of Hugging Face: one method knows all modules, and the head is tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(20, 8, padding_idx=1)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
-        self.head = nn.Linear(8, 20, bias=False)
-        self.head.weight = self.emb.weight
-        self.apply(self._init_weights)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.weight.data.normal_(mean=0.0, std=0.02)
-            if module.bias is not None:
-                module.bias.data.zero_()
-        elif isinstance(module, nn.Embedding):
-            module.weight.data.normal_(mean=0.0, std=0.02)
-            if module.padding_idx is not None:
-                module.weight.data[module.padding_idx].zero_()
-        elif isinstance(module, nn.LayerNorm):
-            module.weight.data.fill_(1.0)
-            module.bias.data.zero_()
 
 
 def _own_arithmetic() -> nn.Module:
@@ -320,162 +259,8 @@ def test_nesting_is_refused_and_a_failed_block_leaves_nothing() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-# -- meta modules
-
-
-class Counted(nn.Linear):
-    calls = 0
-
-    def reset_parameters(self) -> None:
-        Counted.calls += 1
-        super().reset_parameters()
-
-
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
-def test_reset_parameters_does_not_depend_on_units_or_order() -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.LayerNorm(6), nn.Conv2d(2, 3, 3)), nn.LSTM(6, 4))
-
-    before = torch.get_rng_state()
-    together = materialise_all(build_on_meta(build))
-    apart = build_on_meta(build)
-    for name in ("2", "1.1", "1.0", "0"):
-        prefixed = [(n, p) for n, p in apart.named_parameters() if n.startswith(name + ".")]
-        got = materialise(apart, prefixed, "cpu", SEED)
-        assert all(torch.equal(value, together.values[n]) for n, value in got.values.items())
-    assert torch.equal(before, torch.get_rng_state())
-    assert all(p.is_meta for p in apart.parameters())
-    assert {record.source for record in together.records} == {"reset_parameters"}
-    assert not torch.equal(together.values["0.weight"], materialise_all(build_on_meta(build), 4).values["0.weight"])
-
-
-def test_nothing_is_initialised_twice() -> None:
-    model = build_on_meta(lambda: nn.Sequential(Counted(3, 3), nn.ModuleList([Counted(3, 3), nn.ReLU()])))
-    Counted.calls = 0
-    for name in ("0", "1.0"):
-        materialise(model, [(n, p) for n, p in model.named_parameters() if n.startswith(name)], "cpu", SEED)
-    assert Counted.calls == 2
-
-
-def test_a_parent_may_set_its_childrens_parameters() -> None:
-    values = materialise_all(build_on_meta(lambda: nn.MultiheadAttention(8, 2))).values
-    assert not values["out_proj.bias"].any() and not values["in_proj_bias"].any()
-    assert values["in_proj_weight"].std() > 0
-
-
-def test_init_weights_of_the_root_wins_and_runs_once() -> None:
-    seen: list[nn.Module] = []
-
-    class Model(SmallLanguageModel):
-        def _init_weights(self, module: nn.Module) -> None:
-            seen.append(module)
-            super()._init_weights(module)
-
-    model = build_on_meta(Model)
-    seen.clear()
-    whole = materialise_all(model)
-    leaves = [module for module in seen if isinstance(module, (nn.Embedding, nn.Linear, nn.LayerNorm))]
-    assert len(leaves) == len(set(leaves)) == 1 + 2 * 5
-    assert not whole.values["emb.weight"][1].any()
-    sources = {record.name: record.source for record in whole.records}
-    assert sources["emb.weight"] == "_init_weights" and sources["blocks.0.linear1.weight"] == "_init_weights"
-    assert sources["blocks.0.self_attn.in_proj_weight"] == "reset_parameters"
-    assert whole.values["blocks.0.linear1.weight"].std().item() == pytest.approx(0.02, rel=0.2)
-    first, second = (whole.values[f"blocks.{i}.linear1.weight"] for i in range(2))
-    assert not torch.equal(first, second)
-
-
-def test_a_module_without_initialiser_is_named() -> None:
-    model = build_on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(AdaLN())))
-    with pytest.raises(
-        InitialisationError, match=r"`1.0.gate` is on meta .*`AdaLN` has no `reset_parameters`.*deferred"
-    ):
-        materialise_all(model)
-    assert all(p.is_meta for p in model.parameters())
-
-
-def test_an_initialiser_that_forgets_elements_is_named() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.empty(4, 4))
-
-        def reset_parameters(self) -> None:
-            nn.init.normal_(self.w[:2])
-
-    with pytest.raises(InitialisationError, match=r"`w` .*`Half.reset_parameters` leaves 8 of its 16 elements"):
-        materialise_all(build_on_meta(Half))
-
-
-def test_an_initialiser_may_replace_its_tensors() -> None:
-    class Replacing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reset_parameters()
-
-        def reset_parameters(self) -> None:
-            self.w = nn.Parameter(torch.ones(3) * 2)
-
-    model = build_on_meta(Replacing)
-    original = model.w
-    assert torch.equal(materialise_all(model).values["w"], torch.full((3,), 2.0))
-    assert model.w is original
-
-
-def test_an_initialiser_over_several_units_is_refused() -> None:
-    model = build_on_meta(lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True))
-    unit = [(n, p) for n, p in model.named_parameters() if n.startswith("encoder.")]
-    with pytest.raises(InitialisationError, match=r"`Transformer._reset_parameters` initialises parameters of several"):
-        materialise(model, unit, "cpu")
-    assert materialise_all(model).values
-
-
-def test_other_units_are_out_of_reach() -> None:
-    class Nosy(nn.Module):
-        def __init__(self, other: nn.Linear) -> None:
-            super().__init__()
-            self.w, self.other = nn.Parameter(torch.empty(3)), other
-
-        def reset_parameters(self) -> None:
-            nn.init.ones_(self.w)
-            nn.init.zeros_(self.other.weight)
-
-    other = nn.Linear(2, 2)
-    weight = other.weight.detach().clone()
-    model = build_on_meta(lambda: Nosy(other))
-    assert torch.equal(materialise(model, [("w", model.w)], "cpu").values["w"], torch.ones(3))
-    assert torch.equal(other.weight, weight)
-
-
-def test_meta_buffers_are_filled_or_named() -> None:
-    model = build_on_meta(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)))
-    records = materialise_all(model).records
-    assert InitRecord("0.running_var", "reset_parameters") in records
-    assert torch.equal(model[0].running_var, torch.ones(3)) and model[1].running_var.is_meta
-    assert {record.name for record in materialise_buffers(model, "cpu")} == {
-        "1.running_mean",
-        "1.running_var",
-        "1.num_batches_tracked",
-    }
-    assert torch.equal(model[1].running_var, torch.ones(3))
-    rotary = build_on_meta(lambda: nn.Sequential(Rotary()))
-    with pytest.raises(InitialisationError, match=r"buffer `0.inv_freq` is on meta .* constructor only"):
-        materialise_buffers(rotary, "cpu")
-    assert rotary[0].inv_freq.is_meta
-
-
-def test_given_values_are_passed_through() -> None:
-    layer = nn.Linear(2, 2)
-    got = materialise_all(layer)
-    assert torch.equal(got.values["weight"], layer.weight)
-    assert {record.source for record in got.records} == {"given"}
-
-
 # -- memory
+
 
 LARGEST_MIB = 6.75
 
