@@ -12,16 +12,17 @@ USAGE = """lamina: fully sharded training for PyTorch
     lamina train        train a small GPT, or fine-tune a model: `lamina train --help`
     lamina sample       let a trained model write
     lamina checkpoint   inspect, verify, convert, export checkpoints
+    lamina doctor       measure this machine, warn of what is wrong with it
 """
 PARTS = {  # word -> module with main(argv) -> exit code
     "train": "lamina.train.cli",
     "sample": "lamina.train.sample_cli",
     "checkpoint": "lamina.checkpoint.commands",
+    "doctor": "lamina.planner.doctor",
 }
 NOT_BUILT = {
     "plan": "lamina.report(model) shows what a sharded model holds",
     "trace": "torch.profiler shows a step, kernel by kernel",
-    "doctor": "benchmarks/ holds scripts that measure a machine",
 }
 
 

@@ -74,7 +74,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     ("words", "told"),
     [
         (["trian"], "did you mean `lamina train`?"),
-        (["doctor"], "not built yet"),
+        (["doctor", "--ranks", "0"], "at least one rank"),
         (["train", "missing.toml"], "missing.toml"),
         (["train", "--data", "missing.txt"], "missing.txt"),
         (["train", "--device", "cuda", "--nprocs", "99"], "cuda" if not os.path.exists("/dev/nvidia0") else "99"),

@@ -27,7 +27,7 @@ class Reached:
 
     matrix: float = 1.0
     attention: float = 1.0
-    memory: float = 0.7  # separate elementwise kernels, many of them short
+    memory: float = 0.85  # of the data sheet's rate, in separate elementwise kernels
     network: float = 0.8
     interference: float = 1.0  # times what the machine file says of a collective beside products
     unit_host_ms: float = 2.0  # the runtime's own host time for a unit's forward and backward together

@@ -29,7 +29,7 @@ from lamina.planner.timeline import LANES, Schedule, Span
 from lamina.planner.workload import Choice, UnitWork, Workload
 
 ATTENTION_BACKWARD = 2.5  # operations of attention's backward over its forward's: scores are formed again
-BACKWARD_MEMORY = 2.0  # bytes that backward moves in its elementwise kernels over those of forward
+BACKWARD_MEMORY = 1.5  # bytes of backward's elementwise kernels over forward's: sums 1, norms and GELU 1.5, products 2
 HOST_OF_FORWARD = 0.4  # share of the runtime's host time for a unit that comes in its forward
 BACKWARD_LAUNCHES = 1.3  # host time of backward's kernels over forward's: twice as many, launched from C++
 OPTIMIZER_BYTES = 34  # per owned element: master, gradient and two moments read; three of them and the copy written;
