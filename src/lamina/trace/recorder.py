@@ -18,7 +18,7 @@ Note [What is stamped]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from lamina.runtime.gathering import Gatherer
 from lamina.runtime.unit import Unit
 from lamina.trace.clocks import Clock, Stamp, clock_of
 from lamina.trace.recording import OPTIMIZER, WAIT, Recording, title_of, without_waits
+from lamina.transport.c10d import GuardedWork
 
 
 @dataclass
@@ -44,7 +45,6 @@ class _Note:
     label: str
     start: Stamp
     end: Stamp | None = None
-    works: int = 0  # collectives that have not ended
 
 
 class Recorder:
@@ -130,12 +130,15 @@ class Recorder:
         self._notes.append(note)
         return note
 
-    def _follow(self, note: _Note, works: list[dist.Work | None]) -> None:
-        """On the CPU: the note ends when the last of its collectives does, on whatever thread that is seen."""
-        for work in works:
-            if work is not None:
-                note.works += 1
-                work.get_future().add_done_callback(lambda _: self._arrived(note))
+    def _follow(self, note: _Note, works: Sequence[dist.Work | GuardedWork | None]) -> None:
+        """On the CPU: the note ends when the last of its collectives does, on whatever thread that is seen.
+
+        One that cannot tell leaves the end to whoever waits for it.
+        """
+        if not any(isinstance(work, GuardedWork) for work in works):
+            for work in works:
+                if isinstance(work, dist.Work):
+                    work.get_future().add_done_callback(lambda _: self._arrived(note))
 
     def _arrived(self, note: _Note) -> None:
         note.end = time.perf_counter()
@@ -227,10 +230,11 @@ class Recorder:
         start = self.clock.stamp(self.lanes.compute)
         original()
         end = self.clock.stamp(self.lanes.reduce)
+        note = self._reducing
+        if note is not None and (note.end is None or not self.on_host):
+            note.end = end
         if self.on_host:
-            return self._waited(str(Step(Op.REDUCE, pending.unit.index)), start, end)
-        if self._reducing is not None:
-            self._reducing.end = end
+            self._waited(str(Step(Op.REDUCE, pending.unit.index)), start, end)
         return None
 
     def _settling(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
