@@ -70,6 +70,7 @@ def read_run(row: Mapping[str, str]) -> Run:
         accumulation=accumulation,
         compute_bytes=2,
         wire_bytes=2 if row["MP Mode"] == "PURE" else 4,
+        sums="ring",
         # FSDP1 keeps two blocks; SHARD_GRAD_OP keeps all from forward to backward
         slots=2 if row["Sharding Strategy"] == "FULL_SHARD" else len(workload.units),
     )

@@ -94,18 +94,18 @@ def main() -> None:
 
     print("| figure | published | forecast | error |\n|---|---|---|---|")
     for gpus, published in ((8, 5762), (128, 5605)):
-        choice = Choice("zero3", gpus, recompute="selective", wire_bytes=4)
+        choice = Choice("zero3", gpus, recompute="selective", wire_bytes=4, sums="ring")
         found = ask(llama_8b(2, 8192), choice, slow_h100).tokens_per_s / gpus
         row(f"Llama-3.1-8B, {gpus} H100, eager, tokens/s a GPU", published, found)
     for batch, published in ((1, 173), (2, 186)):
         workload = gpt_175b(batch)
-        found = ask(workload, Choice("zero3", 128, recompute="full"), a100)
+        found = ask(workload, Choice("zero3", 128, recompute="full", sums="ring"), a100)
         row(
             f"GPT-175B, 128 A100, batch {batch}, TFLOP/s a GPU",
             published,
             hardware_flops(workload) / found.total_ms / 1e9,
         )
-    alone, many = (ask(t5_11b(8), Choice("zero3", gpus, recompute="full"), a100) for gpus in (8, 512))
+    alone, many = (ask(t5_11b(8), Choice("zero3", gpus, recompute="full", sums="ring"), a100) for gpus in (8, 512))
     loss = 100 * (1 - many.tokens_per_s / 512 / (alone.tokens_per_s / 8))
     print(f"| T5-11B, A100: loss a GPU from 8 to 512, % | 7 | {loss:.1f} | |")
 

@@ -12,7 +12,7 @@ from harness import run_ranks
 from lamina.errors import LaunchError
 from lamina.planner import doctor
 from lamina.planner.doctor_facts import DeviceFacts, Facts, collect_facts, warnings_of
-from lamina.planner.doctor_machine import fit_link, known_machine, machine_of, plain_rate
+from lamina.planner.doctor_machine import LINKS, bus_bytes, fit_link, known_machine, machine_of, plain_rate
 from lamina.planner.doctor_measure import CpuBench, Measured, Sizes, measure, try_transport
 from lamina.planner.machine import CollectivePoint, Machine, MatrixPoint, load_machine
 
@@ -39,7 +39,7 @@ def test_two_ranks_measure_links_and_transports(measured: Measured) -> None:
         ("all_gather", 1 << 10),
         ("all_gather", 1 << 16),
     ]
-    assert {p.kind for p in measured.collectives} == {"all_gather", "reduce_scatter", "copy"}
+    assert {p.kind for p in measured.collectives} == {*LINKS, "copy"}
     assert measured.transports == {"c10d": "", "peer": ""}
     assert [p.dtype_bytes for p in measured.products] == [2, 4]
     assert all(p.ms > 0 for p in (*measured.products, *measured.collectives))
@@ -87,6 +87,11 @@ def test_a_line_is_fitted_through_link_times() -> None:
     ]
     latency_us, rate = fit_link(points)
     assert latency_us == pytest.approx(50) and rate == pytest.approx(100e9)
+
+
+def test_what_leaves_a_rank() -> None:
+    sent = {kind: bus_bytes(CollectivePoint(kind, 4, 400, 1.0)) for kind in (*LINKS, "copy")}
+    assert sent == {"all_gather": 300, "reduce_scatter": 300, "all_to_all": 300, "all_reduce": 600, "copy": 400}
 
 
 def test_noise_never_gives_a_negative_latency() -> None:

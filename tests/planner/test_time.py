@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,17 @@ ROUND = dataclasses.replace(
     gather_latency_us=0.0,
     reduce_bytes_per_s=1e11,
     reduce_latency_us=0.0,
+    exchange_bytes_per_s=1e11,
+    exchange_latency_us=0.0,
+    sum_bytes_per_s=1e11,
+    sum_latency_us=0.0,
     launch_us=0.0,
 )
 MB = 10**6
+
+
+def ring(strategy: str | Strategy, world: int, shard_size: int | None = None, **more: Any) -> Choice:
+    return Choice(strategy, world, shard_size, sums="ring", **more)
 
 
 def blocks(count: int, numel: int = 100 * MB, memory_bytes: float = 4e9, frozen: bool = False) -> Workload:
@@ -49,7 +58,7 @@ def forecast(workload: Workload, choice: Choice, machine: Machine = ROUND, reach
 
 def test_three_units_by_hand() -> None:
     """200 MB a unit: gathers and reductions of 1 ms over two ranks; the first gather and the last reduction show."""
-    found = forecast(blocks(3), Choice("zero3", 2))
+    found = forecast(blocks(3), ring("zero3", 2))
     optimizer_ms = 3 * 100 * MB / 2 * 34 / 1e12 * 1e3
     assert found.compute_ms == pytest.approx(30)
     assert found.gather_ms == pytest.approx(3) and found.reduce_ms == pytest.approx(3)
@@ -63,7 +72,7 @@ def test_three_units_by_hand() -> None:
 
 
 def test_one_rank_moves_nothing() -> None:
-    found = forecast(blocks(3), Choice("zero3", 1))
+    found = forecast(blocks(3), ring("zero3", 1))
     assert found.gather_ms == found.reduce_ms == found.exposed_ms == 0 and found.hidden_share == 1
 
 
@@ -78,15 +87,15 @@ def test_one_rank_moves_nothing() -> None:
     ],
 )
 def test_what_strategies_move(strategy: str | Strategy, gathered_ms: float, reduced_ms: float) -> None:
-    found = forecast(blocks(3), Choice(strategy, 2))
+    found = forecast(blocks(3), ring(strategy, 2))
     assert (found.gather_ms, found.reduce_ms) == (pytest.approx(gathered_ms), pytest.approx(reduced_ms))
 
 
 def test_micro_batches_repeat_what_each_needs() -> None:
-    one, four = (forecast(blocks(6), Choice("zero3", 2, accumulation=count)) for count in (1, 4))
+    one, four = (forecast(blocks(6), ring("zero3", 2, accumulation=count)) for count in (1, 4))
     assert four.total_ms - four.optimizer_ms == pytest.approx(4 * (one.total_ms - one.optimizer_ms))
     # zero1 reduces once for all micro-batches, zero2 each
-    reduced = [forecast(blocks(6), Choice(name, 2, accumulation=4)).reduce_ms for name in ("zero1", "zero2")]
+    reduced = [forecast(blocks(6), ring(name, 2, accumulation=4)).reduce_ms for name in ("zero1", "zero2")]
     assert reduced == [pytest.approx(6), pytest.approx(24)]
 
 
@@ -94,7 +103,7 @@ def test_recomputation_repeats_forwards() -> None:
     products = (MatrixProduct(1000, 1000, 1000),)
     units = tuple(dataclasses.replace(unit, forward_products=products) for unit in blocks(4).units)
     workload = dataclasses.replace(blocks(4), units=units)
-    busy = {r: forecast(workload, Choice("zero3", 2, recompute=r)).compute_ms for r in ("none", "full", "selective", 2)}
+    busy = {r: forecast(workload, ring("zero3", 2, recompute=r)).compute_ms for r in ("none", "full", "selective", 2)}
     product_ms = 2.0 + 6e6 / 1e12 * 1e3
     assert busy["full"] - busy["none"] == pytest.approx(4 * (4 + product_ms))
     assert busy["selective"] - busy["none"] == pytest.approx(4 * 4)
@@ -108,25 +117,25 @@ def test_attention_costs_more_backward() -> None:
         forward_products=(MatrixProduct(1000, 1000, 100, batch=10, is_attention=True),),
     )
     machine = dataclasses.replace(ROUND, attention_forward_flops_per_s=2e12, attention_backward_flops_per_s=1e12)
-    found = forecast(dataclasses.replace(blocks(1), units=(unit,)), Choice("zero3", 1), machine)
+    found = forecast(dataclasses.replace(blocks(1), units=(unit,)), ring("zero3", 1), machine)
     assert found.compute_ms == pytest.approx(1.0 + 5.0)
 
 
 def test_frozen_units_are_cheaper_and_not_reduced() -> None:
-    frozen = forecast(blocks(3, frozen=True), Choice("zero3", 2))
+    frozen = forecast(blocks(3, frozen=True), ring("zero3", 2))
     assert frozen.reduce_ms == 0 and frozen.optimizer_ms == 0
 
 
 def test_small_units_wait_for_the_host() -> None:
     workload = blocks(4, memory_bytes=1e6)
-    found = forecast(workload, Choice("zero3", 1), reached=dataclasses.replace(BARE, unit_host_ms=1.0))
+    found = forecast(workload, ring("zero3", 1), reached=dataclasses.replace(BARE, unit_host_ms=1.0))
     assert found.host_ms == pytest.approx(4 - 4 * 2.5e-3) and found.compute_ms == pytest.approx(4)
 
 
 def test_collectives_slow_what_runs_beside_them() -> None:
     slowed = dataclasses.replace(BARE, interference=1.0)
     machine = dataclasses.replace(ROUND, interference=0.5)
-    found = forecast(blocks(3), Choice("zero3", 2), machine, slowed)
+    found = forecast(blocks(3), ring("zero3", 2), machine, slowed)
     assert found.stretched_ms == pytest.approx(0.5 * 4)  # all but the first gather and the last reduction
     assert found.compute_ms == pytest.approx(30 + 2)
 
@@ -137,31 +146,45 @@ def test_stretching_counts_each_moment_once() -> None:
 
 
 def test_a_larger_world_never_moves_faster() -> None:
-    found = [forecast(blocks(8), Choice("zero3", 8 * nodes)) for nodes in (1, 2, 8, 64, 512)]
+    found = [forecast(blocks(8), ring("zero3", 8 * nodes)) for nodes in (1, 2, 8, 64, 512)]
     walked_ms = [f.total_ms - f.optimizer_ms for f in found]  # the optimizer's part shrinks with the world
     assert walked_ms == sorted(walked_ms)
     assert found[0].optimizer_ms == pytest.approx(512 * found[-1].optimizer_ms)
+
+
+def test_gradients_exchanged_between_nodes_take_every_card_many_times() -> None:
+    """16-bit gradients go all-to-all: between nodes of 8 that is 8 times a ring's traffic, inside one the same."""
+    machine = dataclasses.replace(ROUND, network_bytes_per_s=20e9)
+
+    def reduce_ms(world: int, sums: str, wire_bytes: int = 2) -> float:
+        choice = Choice("zero3", world, sums=sums, wire_bytes=wire_bytes)
+        return forecast(blocks(1), choice, machine).reduce_ms
+
+    summing_ms = 0.2  # one pass over what has arrived
+    assert reduce_ms(8, "exchange") == pytest.approx(reduce_ms(8, "ring") + summing_ms)
+    assert reduce_ms(64, "exchange") == pytest.approx(8 * reduce_ms(64, "ring"), rel=0.05)
+    assert reduce_ms(64, "exchange", 4) == reduce_ms(64, "ring", 4)
 
 
 def test_hybrid_spares_a_slow_network_once_it_accumulates() -> None:
     """zero3 sends each element over the network three times in 16 bit, hsdp twice in 32 bit, but once a step."""
     machine = dataclasses.replace(ROUND, network_bytes_per_s=20e9)
     for accumulation, hybrid_is_faster in ((1, False), (8, True)):
-        hybrid = forecast(blocks(8), Choice("hsdp", 64, 8, accumulation=accumulation), machine)
-        whole = forecast(blocks(8), Choice("zero3", 64, accumulation=accumulation), machine)
+        hybrid = forecast(blocks(8), ring("hsdp", 64, 8, accumulation=accumulation), machine)
+        whole = forecast(blocks(8), ring("zero3", 64, accumulation=accumulation), machine)
         assert hybrid.gather_ms < 0.25 * whole.gather_ms
         assert (hybrid.total_ms < whole.total_ms) == hybrid_is_faster
 
 
 def test_thousands_of_ranks_take_no_longer() -> None:
     begin = time.process_time()
-    forecast(blocks(126), Choice("zero3", 16384))
+    forecast(blocks(126), ring("zero3", 16384))
     assert time.process_time() - begin < 2.0
 
 
 def test_factors_that_do_not_divide_are_refused() -> None:
     with pytest.raises(UsageError, match="do not divide"):
-        forecast(blocks(2), Choice(Strategy(3, 3, 3), 8))
+        forecast(blocks(2), ring(Strategy(3, 3, 3), 8))
 
 
 def llama_1b(tokens: int, seq: int = 2048) -> Workload:

@@ -18,7 +18,7 @@ from pathlib import Path
 from lamina.errors import LaunchError
 from lamina.launch import CPU_RANKS, launch
 from lamina.planner.doctor_facts import Facts, Finding, collect_facts, warnings_of
-from lamina.planner.doctor_machine import machine_of
+from lamina.planner.doctor_machine import LINKS, bus_bytes, machine_of
 from lamina.planner.doctor_measure import Measured, bench_of, measure
 from lamina.planner.machine import OWN, Machine
 
@@ -113,12 +113,11 @@ def _link_lines(diagnosis: Diagnosis) -> list[str]:
         return ["Links: one rank, nothing to measure"]
     lines = [f"Links, {measured.ranks} ranks ({measured.backend})", "  collective        MiB         ms    bus GB/s"]
     for p in measured.collectives:
-        share = 1.0 if p.kind == "copy" else (p.ranks - 1) / p.ranks
-        bus = p.size_bytes * share / p.ms / 1e6
+        bus = bus_bytes(p) / p.ms / 1e6
         lines.append(f"  {p.kind:<14} {p.size_bytes / 2**20:8.2f} {p.ms:10.3f} {bus:11.2f}")
-    for word in ("gather", "reduce"):
+    for kind, word in LINKS.items():
         latency_us, rate = getattr(machine, f"{word}_latency_us"), getattr(machine, f"{word}_bytes_per_s")
-        lines.append(f"  fit of a {word}: {latency_us:.0f} us + bytes on the bus / {rate / 1e9:.3g} GB/s")
+        lines.append(f"  fit of {kind}: {latency_us:.0f} us + bytes on the bus / {rate / 1e9:.3g} GB/s")
     if measured.interference:
         lines.append(f"  a gather beside products delays them by {measured.interference:.2f} of its own time")
     for name, reason in measured.transports.items():

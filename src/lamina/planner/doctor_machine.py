@@ -21,12 +21,17 @@ ASSUMED = {
     "gather_latency_us": 30.0,
     "reduce_bytes_per_s": 20e9,
     "reduce_latency_us": 30.0,
+    "exchange_bytes_per_s": 20e9,
+    "exchange_latency_us": 30.0,
+    "sum_bytes_per_s": 20e9,
+    "sum_latency_us": 40.0,
     "copy_bytes_per_s": 20e9,
     "network_bytes_per_s": 0.0,
     "network_latency_us": 0.0,
     "interference": 0.2,
     "fixed_bytes": 0.0,
 }
+LINKS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "exchange", "all_reduce": "sum"}
 
 
 def machine_of(facts: Facts, measured: Measured) -> Machine:
@@ -84,7 +89,7 @@ def _measured_values(facts: Facts, measured: Measured) -> dict[str, float]:
     }
     if measured.fixed_bytes:
         values["fixed_bytes"] = measured.fixed_bytes
-    for kind, word in (("all_gather", "gather"), ("reduce_scatter", "reduce")):
+    for kind, word in LINKS.items():
         points = [p for p in measured.collectives if p.kind == kind]
         if points:
             values[f"{word}_latency_us"], values[f"{word}_bytes_per_s"] = fit_link(points)
@@ -108,7 +113,7 @@ def plain_rate(points: Sequence[MatrixPoint], memory_bytes_per_s: float) -> floa
 
 def fit_link(points: Sequence[CollectivePoint]) -> tuple[float, float]:
     """Latency in us and bus rate in bytes/s: the line through the times that errs least in proportion."""
-    sent = np.array([p.size_bytes * (p.ranks - 1) / p.ranks for p in points])
+    sent = np.array([bus_bytes(p) for p in points])
     seconds = np.array([p.ms / 1e3 for p in points])
     columns = np.stack([np.ones_like(sent), sent], axis=1) / seconds[:, None]
     latency_s, per_byte_s = np.linalg.lstsq(columns, np.ones_like(sent), rcond=None)[0]
@@ -116,3 +121,11 @@ def fit_link(points: Sequence[CollectivePoint]) -> tuple[float, float]:
         latency_s = seconds.min()
         per_byte_s = max(seconds[-1] - latency_s, 0.1 * seconds[-1]) / sent[-1]
     return float(latency_s * 1e6), float(1 / per_byte_s)
+
+
+def bus_bytes(point: CollectivePoint) -> float:
+    """Bytes that leave one rank."""
+    if point.kind == "copy":
+        return point.size_bytes
+    passes = 2 if point.kind == "all_reduce" else 1
+    return passes * point.size_bytes * (point.ranks - 1) / point.ranks

@@ -8,6 +8,7 @@ a planner needs rates to a few per cent, not records.
 from __future__ import annotations
 
 import abc
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -264,7 +265,13 @@ def _collectives(bench: Bench, ranks: int) -> tuple[CollectivePoint, ...]:
         part = size_bytes // 2 // ranks
         whole = torch.zeros(part * ranks, dtype=torch.bfloat16, device=bench.device)
         own = torch.zeros(part, dtype=torch.bfloat16, device=bench.device)
-        calls = {"all_gather": gather_call(whole, own), "reduce_scatter": reduce_call(whole, own)}
+        inbox = torch.zeros_like(whole)
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": gather_call(whole, own),
+            "reduce_scatter": reduce_call(whole, own),
+            "all_to_all": functools.partial(dist.all_to_all_single, inbox, whole),
+            "all_reduce": functools.partial(dist.all_reduce, whole),
+        }
         for kind, call in calls.items():
             dist.barrier()
             points.append(CollectivePoint(kind, ranks, size_bytes, bench.time_ms(call, bench.sizes.repeats)))

@@ -50,7 +50,7 @@ class MatrixPoint:
 class CollectivePoint:
     """Measured time of one collective over `size_bytes` in all (the whole buffer, not a rank's part)."""
 
-    kind: str  # "all_gather" | "reduce_scatter" | "copy"
+    kind: str  # "all_gather" | "reduce_scatter" | "all_to_all" | "all_reduce" | "copy"
     ranks: int
     size_bytes: int
     ms: float
@@ -76,8 +76,12 @@ class Machine:
     launch_us: float  # host time of one kernel from eager Python
     gather_bytes_per_s: float
     gather_latency_us: float
-    reduce_bytes_per_s: float
+    reduce_bytes_per_s: float  # reduce-scatter
     reduce_latency_us: float
+    exchange_bytes_per_s: float  # all-to-all
+    exchange_latency_us: float
+    sum_bytes_per_s: float  # all-reduce: there and back
+    sum_latency_us: float
     copy_bytes_per_s: float  # one device reads another's memory
     network_bytes_per_s: float  # of a node, all its cards together; 0: no network
     network_latency_us: float

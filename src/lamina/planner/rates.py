@@ -43,7 +43,7 @@ class Rates:
         self.reached = reached or Reached()
         self._memory = machine.memory_bytes_per_s * self.reached.memory
         self._products: dict[tuple[int, int, int, int, int], float] = {}
-        self._links: dict[tuple[float, Level, float], float] = {}
+        self._links: dict[tuple[float, Level, float, float, int], float] = {}
 
     def product_ms(self, m: int, n: int, k: int, batch: int = 1, dtype_bytes: int = 2) -> float:
         """(m, k) by (k, n), `batch` of them at once. Both products of its backward take as long each."""
@@ -77,15 +77,35 @@ class Rates:
         machine = self.machine
         return self._link_ms(size_bytes, level, machine.reduce_bytes_per_s, machine.reduce_latency_us)
 
-    def _link_ms(self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float) -> float:
+    def exchange_ms(self, size_bytes: float, level: Level) -> float:
+        """Each rank sends every other its part of `size_bytes`, and sums what it got.
+
+        Between nodes every rank's parts take their own way: the cards of a node carry as many times what a ring needs
+        as the group has members there.
+        """
+        machine = self.machine
+        ways = max(1, min(level.size, machine.gpus_per_node // level.stride))
+        moved_ms = self._link_ms(size_bytes, level, machine.exchange_bytes_per_s, machine.exchange_latency_us, ways)
+        return moved_ms + (self.memory_ms(size_bytes) if moved_ms else 0.0)
+
+    def sum_ms(self, size_bytes: float, level: Level) -> float:
+        """All ranks of the level end with the whole sum of `size_bytes`: there and back."""
+        machine = self.machine
+        return self._link_ms(2 * size_bytes, level, machine.sum_bytes_per_s, machine.sum_latency_us)
+
+    def _link_ms(
+        self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int = 1
+    ) -> float:
         if level.size == 1 or size_bytes <= 0:
             return 0.0
-        key = (size_bytes, level, bus_bytes_per_s)
+        key = (size_bytes, level, bus_bytes_per_s, latency_us, ways)
         if key not in self._links:
-            self._links[key] = self._plain_link_ms(size_bytes, level, bus_bytes_per_s, latency_us)
+            self._links[key] = self._plain_link_ms(size_bytes, level, bus_bytes_per_s, latency_us, ways)
         return self._links[key]
 
-    def _plain_link_ms(self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float) -> float:
+    def _plain_link_ms(
+        self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int
+    ) -> float:
         gpus = self.machine.gpus_per_node
         inside = min(level.size, max(1, gpus // level.stride))  # members of one group on one node
         nodes = math.ceil(level.size / inside)
@@ -94,7 +114,7 @@ class Rates:
         if nodes > 1:
             groups = max(1, min(gpus, level.stride * inside) // inside)  # that share the cards of a node
             network = max(self.machine.network_bytes_per_s * self.reached.network, 1.0)
-            network_s = groups * size_bytes * (nodes - 1) / nodes / network
+            network_s = ways * groups * size_bytes * (nodes - 1) / nodes / network
             hops_us = self.machine.network_latency_us * (nodes - 1)  # NCCL's ring passes every node in turn
         return max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
 

@@ -198,13 +198,14 @@ def reduce_ms(numel: float, choice: Choice, factors: Factors, rates: Rates) -> f
         if level.size == 1:
             continue
         size_bytes = numel * (choice.wire_bytes if summed == 1 else 4) / summed
-        total_ms += rates.reduce_ms(size_bytes, level) / (1 if index < 2 else choice.accumulation)
+        # the runtime exchanges 16-bit gradients, to sum them in fp32; what is fp32 already goes by rings
+        by_exchange = choice.sums == "exchange" and summed == 1 and choice.wire_bytes < 4
+        moved_ms = rates.exchange_ms(size_bytes, level) if by_exchange else rates.reduce_ms(size_bytes, level)
+        total_ms += moved_ms / (1 if index < 2 else choice.accumulation)
         summed *= level.size
     replicas = factors.replicas
-    if replicas.size > 1:  # an all-reduce in fp32: there and back
-        size_bytes = numel * 4 / factors.optimizer
-        both = rates.reduce_ms(size_bytes, replicas) + rates.gather_ms(size_bytes, replicas)
-        total_ms += both / choice.accumulation
+    if replicas.size > 1:  # an all-reduce in fp32
+        total_ms += rates.sum_ms(numel * 4 / factors.optimizer, replicas) / choice.accumulation
     return total_ms
 
 

@@ -75,5 +75,6 @@ class Choice:
     compute_bytes: int = 2  # of an element of the compute dtype
     wire_bytes: int = 2  # of a gradient element on its way
     slots: int = 3
+    sums: str = "exchange"  # how gradients are summed: "exchange" (all-to-all, then locally) or "ring" (reduce-scatter)
     chunked_loss: bool = False
     optimizer: str = "adamw"
