@@ -101,7 +101,7 @@ def main() -> None:
     for tokens, count in CASES:
         found = {}
         for name in STRATEGIES:
-            choice = Choice(name, RANKS, accumulation=count, compute_bytes=4, wire_bytes=4)
+            choice = Choice(name, RANKS, accumulation=count, compute_bytes=4, wire_bytes=4, sums="exchange")
             found[name] = forecast_time(workload(tokens), choice, machine, CPU).total_ms
             lines.append(f"| {tokens} x {count} | {name} | {times[name, tokens, count]:.1f} | {found[name]:.1f} |")
         for i, one in enumerate(STRATEGIES):

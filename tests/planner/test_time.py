@@ -163,7 +163,8 @@ def test_gradients_exchanged_between_nodes_take_every_card_many_times() -> None:
     summing_ms = 0.2  # one pass over what has arrived
     assert reduce_ms(8, "exchange") == pytest.approx(reduce_ms(8, "ring") + summing_ms)
     assert reduce_ms(64, "exchange") == pytest.approx(8 * reduce_ms(64, "ring"), rel=0.05)
-    assert reduce_ms(64, "exchange", 4) == reduce_ms(64, "ring", 4)
+    assert reduce_ms(64, "auto") == reduce_ms(64, "exchange")
+    assert reduce_ms(64, "auto", 4) == reduce_ms(64, "ring", 4) < reduce_ms(64, "exchange", 4)
 
 
 def test_hybrid_spares_a_slow_network_once_it_accumulates() -> None:

@@ -199,8 +199,10 @@ def reduce_ms(numel: float, choice: Choice, factors: Factors, rates: Rates) -> f
             continue
         size_bytes = numel * (choice.wire_bytes if summed == 1 else 4) / summed
         # the runtime exchanges 16-bit gradients, to sum them in fp32; what is fp32 already goes by rings
-        by_exchange = choice.sums == "exchange" and summed == 1 and choice.wire_bytes < 4
-        moved_ms = rates.exchange_ms(size_bytes, level) if by_exchange else rates.reduce_ms(size_bytes, level)
+        exchanges = choice.sums == "exchange" or (choice.sums == "auto" and choice.wire_bytes < 4)
+        moved_ms = (
+            rates.exchange_ms(size_bytes, level) if exchanges and summed == 1 else rates.reduce_ms(size_bytes, level)
+        )
         total_ms += moved_ms / (1 if index < 2 else choice.accumulation)
         summed *= level.size
     replicas = factors.replicas
