@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import traceback
@@ -19,7 +20,7 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ELASTIC = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"  # torchrun's own table comes after it
 SCRIPT = """
-import sys
+import os, signal, sys
 import torch, torch.distributed as dist
 from torch import nn
 import lamina
@@ -121,6 +122,34 @@ def caught(source: str, file: str) -> BaseException:
     except Exception as error:
         return error
     raise AssertionError("it raises nothing")
+
+
+def test_a_process_ends_though_a_peer_is_stopped(tmp_path: Path) -> None:
+    """torch would take the groups down by waiting for the stopped rank, after the error has been printed."""
+    program = tmp_path / "train.py"
+    program.write_text(SCRIPT.replace("raise ValueError", "os.kill(os.getpid(), signal.SIGSTOP)  # ", 1))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = os.environ | {"PYTHONPATH": SOURCE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), "loader"],
+            env=common | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ranks[0].returncode == 1
+    assert "rank 1 is stopped" in said
 
 
 def test_frames_of_torch_and_lamina_are_folded() -> None:

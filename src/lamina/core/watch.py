@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import faulthandler
 import multiprocessing.util
 import os
+import signal
 import threading
 import time
 import weakref
@@ -38,6 +40,7 @@ from lamina.core.watch_sever import abort_groups, connections, raise_in, sever
 FIRST_POLL = datetime.timedelta(seconds=1.0)  # waits shorter than this leave no trace
 BEATS_TO_MEET = 30  # after so many reports all ranks of this host have registered
 SHORT_PAUSE_S = 0.05
+TEARDOWN_S = 5  # that a process whose ranks have parted may take to end
 NAMING_S = 5.0  # how long to look for the rank that broke a connection
 NEXT_POLL = datetime.timedelta(seconds=0.25)
 
@@ -399,4 +402,17 @@ def stop() -> None:
     if _watch is not None:
         _watch.leave("has ended its program")
         _watch.close()
+        if _watch.broken:
+            _end_for_certain()
     _watch = None
+
+
+def _end_for_certain() -> None:
+    """torch takes groups down by waiting for what is under way in them, for ever if a peer is stopped: not for longer.
+
+    By a watchdog in C, and an alarm for what comes after the interpreter: no Python runs there.
+    """
+    with suppress(ValueError, OSError):  # not the main thread, no file descriptors left
+        faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(2 * TEARDOWN_S)
