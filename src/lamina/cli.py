@@ -12,17 +12,17 @@ USAGE = """lamina: fully sharded training for PyTorch
     lamina train        train a small GPT, or fine-tune a model: `lamina train --help`
     lamina sample       let a trained model write
     lamina checkpoint   inspect, verify, convert, export checkpoints
+    lamina plan         memory and time of a run, and the simplest way to run it, before there is a GPU
     lamina doctor       measure this machine, warn of what is wrong with it
+    lamina trace        sums and pictures of what `lamina train --trace` has recorded
 """
 PARTS = {  # word -> module with main(argv) -> exit code
     "train": "lamina.train.cli",
     "sample": "lamina.train.sample_cli",
     "checkpoint": "lamina.checkpoint.commands",
+    "plan": "lamina.train.plan_cli",
     "doctor": "lamina.planner.doctor",
-}
-NOT_BUILT = {
-    "plan": "lamina.report(model) shows what a sharded model holds",
-    "trace": "torch.profiler shows a step, kernel by kernel",
+    "trace": "lamina.trace.command",
 }
 
 
@@ -33,10 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     word, rest = words[0], words[1:]
-    if word in NOT_BUILT:
-        return _refused(f"`lamina {word}` is not built yet; {NOT_BUILT[word]}")
     if word not in PARTS:
-        near = difflib.get_close_matches(word, [*PARTS, *NOT_BUILT], n=1)
+        near = difflib.get_close_matches(word, PARTS, n=1)
         return _refused(f"no command `{word}`; {f'did you mean `lamina {near[0]}`?' if near else 'type lamina --help'}")
     try:
         part = importlib.import_module(PARTS[word])

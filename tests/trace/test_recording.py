@@ -36,9 +36,9 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-def built(transport: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def built(transport: str, slots: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = lamina.shard(Chain(), units=[nn.Linear], transport=transport)
+    model = lamina.shard(Chain(), units=[nn.Linear], transport=transport, slots=slots)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -115,6 +115,22 @@ def check_sums(recording: Recording) -> None:
         assert apart <= row.wall_ms + 1e-6, "nothing is counted twice"
         assert 0 <= row.hidden_share <= 1
         assert row.peak_bytes >= max(size for _, size in one.memory) > 1e6
+
+
+def record_one_slot(folder: Path) -> tuple[list[str], Recording]:
+    """With one slot, gradients are reduced by a reduce-scatter, which does not tell when it has ended."""
+    model, optimizer = built("c10d", slots=1)
+    with lamina.trace(folder / "trace.json", model, ranks="all") as trace:
+        step(model, optimizer, 0)
+    assert trace.recording is not None
+    return [f"RS{unit.index}" for unit in RUNTIMES[model].engine.units], trace.recording
+
+
+def test_a_reduction_that_tells_no_end_ends_where_it_is_waited_for(tmp_path: Path) -> None:
+    for units, recording in run_ranks(2, record_one_slot, tmp_path):
+        found = [span for span in recording.spans if span.lane == REDUCE]
+        assert sorted(span.label for span in found) == units and all(span.duration_ms > 0 for span in found)
+        check_sums(recording)
 
 
 def test_the_command_shows_a_trace_and_draws_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
