@@ -163,7 +163,7 @@ def run(name: str, at: int) -> list[str]:
     said = []
     for rank, process in enumerate(processes):
         try:
-            output, _ = process.communicate(timeout=COMPILE_S + 60)
+            output, _ = process.communicate(timeout=2 * COMPILE_S + 120)
             lines = [line for line in output.splitlines() if line.startswith("RESULT")]
             said.append(lines[0].removeprefix("RESULT ") if lines else f"{rank} - ended ({process.returncode})")
         except subprocess.TimeoutExpired:
