@@ -14,8 +14,3 @@ def _not_built(name: str, instead: str) -> NoReturn:
 def adopt(model: Any, submodule: Any) -> NoReturn:
     """Take parameters that were added after `shard()` into the sharded model."""
     _not_built("adopt()", "Add adapters before lamina.shard(), or build and shard the model anew")
-
-
-def plan(model: Any, **options: Any) -> NoReturn:
-    """Forecast memory and time of a run."""
-    _not_built("plan()", "lamina.report(model) shows what a sharded model holds")

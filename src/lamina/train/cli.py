@@ -26,6 +26,7 @@ from lamina.train.config import Config, read_toml, to_toml
 from lamina.train.documents import read_documents
 from lamina.train.export import find_gpt
 from lamina.train.folder import next_folder
+from lamina.train.plan_cli import dry_run
 from lamina.train.pretrained import open_folder
 from lamina.train.resolve import Machine, resolve
 from lamina.train.run import Request, run
@@ -46,6 +47,7 @@ class Command:
         None
     )
     nprocs: Annotated[int | None, tyro.conf.arg(help="number of ranks (None: every GPU, or 2 CPU processes)")] = None
+    dry_run: Annotated[bool, tyro.conf.arg(help="forecast memory and time of this run (lamina plan), and end")] = False
     print_config: Annotated[bool, tyro.conf.arg(help="print the settings of this run as TOML, and end")] = False
 
 
@@ -83,6 +85,9 @@ def _train(argv: list[str]) -> int:
     config = resolve(config, machine)
     if command.print_config:
         print(to_toml(config), end="")
+        return 0
+    if command.dry_run:
+        print(dry_run(config, machine.ranks, machine.on_gpu))
         return 0
     if config.data is not None:
         read_documents(config.data)  # what is wrong with it is said before anything is started

@@ -1,0 +1,40 @@
+"""The rows of this benchmark: the model of benchmarks/gpu_step, and one of 8 B parameters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu_step"))
+
+from model import SIZES, Model
+
+import lamina
+
+SIZES["8b"] = (4096, 32, 32, 8, 14336, 128256)
+LENGTH = 2048
+
+
+class Row(NamedTuple):
+    size: str
+    tokens: int  # a GPU
+    strategy: str
+    recompute: str
+
+
+FITTED = [Row("1b", 8192, "zero3", "none"), Row("1b", 2048, "zero3", "none")]  # the rows of the constants
+ROWS = [
+    *FITTED,
+    *(Row("3b", 4096, strategy, recompute) for strategy in ("ddp", "zero2", "zero3") for recompute in ("none", "full")),
+    *(Row("8b", 2048, strategy, recompute) for strategy in ("ddp", "zero2", "zero3") for recompute in ("none", "full")),
+]
+
+
+def precision() -> lamina.Precision:
+    return lamina.Precision(compute=torch.bfloat16, keep=())
+
+
+__all__ = ["LENGTH", "ROWS", "SIZES", "Model", "Row", "precision"]

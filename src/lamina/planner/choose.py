@@ -1,0 +1,142 @@
+"""Which way to run: rules of thumb in order of simplicity, each with its numbers.
+
+A search over all settings finds a layout that nobody can explain. Here the ladder is what a person would try, simplest
+first: one GPU, ddp, zero1, zero2, zero3, hsdp, then the same again with recomputation. The first rung that fits with a
+margin and is within 5 % of the fastest that fits is taken, and every rung says in numbers why it was or was not.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lamina.errors import UsageError
+from lamina.planner.machine import Machine
+from lamina.planner.measure_data import Measured
+from lamina.planner.memory import MARGIN, MemoryForecast, forecast_memory
+from lamina.planner.time import StepTime, forecast_time
+from lamina.planner.workload import Choice
+
+CLOSE = 0.95  # of the fastest rung's tokens a second: near enough to be taken for its simplicity
+RECOMPUTE = ("none", "selective", "full")
+Measures = Callable[[str | int], Measured]  # by recomputation
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One way to run, and what it would need."""
+
+    title: str
+    choice: Choice
+    memory: MemoryForecast
+    time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The ladder, and the rung that was taken."""
+
+    rungs: tuple[Rung, ...]  # simplest first
+    taken: Rung
+    fastest: Rung  # of those that fit
+    gains: tuple[str, ...]  # what would gain most next, the largest first
+
+    def why_not(self, rung: Rung) -> str:
+        """Why a rung was passed over; empty for the one that was taken."""
+        if rung is self.taken:
+            return ""
+        if not rung.fits:
+            return (
+                f"needs {gib(rung.memory.missing_bytes)} GiB more than {MARGIN:.0%} of {gib(rung.memory.device_bytes)}"
+            )
+        share = rung.time.tokens_per_s / self.fastest.time.tokens_per_s
+        if share < CLOSE:
+            return f"{1 - share:.0%} fewer tokens a second than {self.fastest.title}"
+        return "fits; not simpler"
+
+
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f}" if size_bytes < 10 * 2**30 else f"{size_bytes / 2**30:.1f}"
+
+
+def choose(
+    measures: Measures, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None = None
+) -> Decision:
+    """Climb the ladder.
+
+    Args:
+        measures: the model under a kind of recomputation; asked only for what is needed.
+        template: what all rungs share: slots, accumulation, dtypes.
+        budget_bytes: of one device, instead of the machine's.
+
+    Raises:
+        UsageError: no rung fits; says the smallest that would do.
+    """
+    check_gpus(gpus)
+    rungs: list[Rung] = []
+    for recompute in RECOMPUTE:
+        measured = measures(recompute)
+        rungs += _rungs(measured, gpus, machine, replace(template, recompute=recompute), budget_bytes)
+        if any(rung.fits for rung in rungs):
+            break  # recomputing costs time and gains nothing but memory
+    fitting = [rung for rung in rungs if rung.fits]
+    if not fitting:
+        raise UsageError(_nothing_fits(rungs, budget_bytes, machine, measures("full")))
+    fastest = max(fitting, key=lambda rung: rung.time.tokens_per_s)
+    taken = next(r for r in fitting if r.time.tokens_per_s >= CLOSE * fastest.time.tokens_per_s)
+    return Decision(tuple(rungs), taken, fastest, _gains(taken))
+
+
+def check_gpus(gpus: int) -> None:
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise UsageError(f"gpus={gpus!r}: a run needs at least one; type --gpus 1")
+
+
+def _rungs(measured: Measured, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None) -> list[Rung]:
+    choices = [("one GPU", replace(template, strategy="zero3", world=1))]
+    if gpus > 1:
+        choices += [(name, replace(template, strategy=name, world=gpus)) for name in ("ddp", "zero1", "zero2", "zero3")]
+    node = machine.gpus_per_node
+    if gpus > node > 1 and gpus % node == 0:
+        choices.append((f"hsdp over {node}", replace(template, strategy="hsdp", world=gpus, shard_size=node)))
+    suffix = "" if template.recompute == "none" else f", recompute {template.recompute}"
+    return [rung_of(title + suffix, measured, choice, machine, budget_bytes) for title, choice in choices]
+
+
+def rung_of(title: str, measured: Measured, choice: Choice, machine: Machine, budget_bytes: int | None = None) -> Rung:
+    memory = forecast_memory(measured, choice, machine, budget_bytes)
+    return Rung(title, choice, memory, forecast_time(measured.workload, choice, machine))
+
+
+def _nothing_fits(rungs: Sequence[Rung], budget_bytes: int | None, machine: Machine, measured: Measured) -> str:
+    least = min(rungs, key=lambda rung: rung.memory.used_bytes)
+    wanted = least.memory.used_bytes / MARGIN
+    what = f"a budget of {gib(least.memory.device_bytes)} GiB" if budget_bytes is not None else f"{machine.name}"
+    parts = sorted(least.memory.parts().items(), key=lambda item: -item[1])[:2]
+    most = ", ".join(f"{name} {gib(size)}" for name, size in parts)
+    smaller = ""
+    if measured.workload.batch > 1:
+        smaller = f"a smaller batch than {measured.workload.batch} and --accumulate, "
+    return (
+        f"nothing fits {what}: the smallest is {least.title}, which needs {gib(wanted)} GiB a GPU (most of it {most}). "
+        f"Type --budget {-(-int(wanted) // 2**30)}GiB or more, {smaller}more --gpus, or a shorter --seq"
+    )
+
+
+def _gains(taken: Rung) -> tuple[str, ...]:
+    """What a step waits for or does twice, in ms, the largest first."""
+    time = taken.time
+    found = [
+        (time.host_ms, "kernels are launched too slowly: lamina.capture, compile, or a larger batch"),
+        (time.exposed_ms, "collectives that nothing hides: a larger batch, or more micro-batches a step"),
+        (time.stretched_ms, "compute slowed by collectives beside it: transport='peer' inside a node"),
+        (time.optimizer_ms, "the optimizer: split over more ranks it takes less"),
+    ]
+    large = sorted((item for item in found if item[0] >= 0.01 * time.total_ms), reverse=True)
+    return tuple(f"{ms:.1f} of {time.total_ms:.1f} ms ({ms / time.total_ms:.0%}): {text}" for ms, text in large)

@@ -1,0 +1,207 @@
+"""`lamina.plan`: memory and time of a run, and which way to run it, before there is a GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.core.strategy import Strategy
+from lamina.errors import UsageError
+from lamina.planner.choose import Decision, Rung, check_gpus, choose, gib, rung_of
+from lamina.planner.machine import Machine, load_machine
+from lamina.planner.measure import Loss, check_sizes, measure
+from lamina.planner.measure_data import Measured
+from lamina.planner.workload import Choice
+from lamina.runtime.precision import Precision, resolve_precision
+
+MOST_ROWS = 6  # moments of a step that are shown
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A forecast; `str()` is a table, `.as_dict()` plain values. Bytes and times are of one rank."""
+
+    model: str
+    numel: int
+    gpus: int
+    machine: Machine
+    batch: int
+    seq: int
+    decision: Decision
+
+    @property
+    def taken(self) -> Rung:
+        return self.decision.taken
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What to give `lamina.shard`."""
+        choice = self.taken.choice
+        return {"strategy": choice.strategy, "recompute": choice.recompute, "slots": choice.slots}
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = []
+        for rung in self.decision.rungs:
+            memory, time = rung.memory, rung.time
+            rows.append(
+                {
+                    "title": rung.title,
+                    "fits": rung.fits,
+                    "why_not": self.decision.why_not(rung),
+                    "allocated_bytes": memory.allocated_bytes,
+                    "reserved_bytes": memory.reserved_bytes,
+                    "used_bytes": memory.used_bytes,
+                    "peak": memory.peak.place,
+                    "parts_bytes": memory.parts(),
+                    "step_ms": time.total_ms,
+                    "exposed_ms": time.exposed_ms,
+                    "tokens_per_s": time.tokens_per_s,
+                }
+            )
+        taken = {k: asdict(v) if isinstance(v, Strategy) else v for k, v in self.arguments.items()}
+        return {
+            "model": self.model,
+            "parameters": self.numel,
+            "gpus": self.gpus,
+            "machine": self.machine.name,
+            "batch": self.batch,
+            "seq": self.seq,
+            "taken": self.taken.title,
+            "arguments": taken,
+            "rungs": rows,
+            "gains": list(self.decision.gains),
+        }
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.model}: {self.numel / 1e6:,.1f} M parameters, {self.batch} sequences of {self.seq} a GPU, "
+            f"{self.gpus} x {self.machine.name}"
+        )
+        return "\n".join([head, "", *self._ladder(), "", *self._memory(), "", *self._time()])
+
+    def _ladder(self) -> list[str]:
+        width = max(len(rung.title) for rung in self.decision.rungs)
+        lines = [f"  {'':<{width}} {'used GiB':>9} {'allocated':>9} {'ms a step':>10} {'tokens/s':>11}"]
+        for rung in self.decision.rungs:
+            mark = "*" if rung is self.taken else " "
+            lines.append(
+                f"{mark} {rung.title:<{width}} {gib(rung.memory.used_bytes):>9} {gib(rung.memory.allocated_bytes):>9} "
+                f"{rung.time.total_ms:>10.1f} {rung.time.tokens_per_s:>11,.0f}  {self.decision.why_not(rung)}".rstrip()
+            )
+        return lines
+
+    def _memory(self) -> list[str]:
+        memory = self.taken.memory
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.parts().items())
+        lines = [
+            f"memory of {self.taken.title}: peak at {memory.peak.place}, {gib(memory.used_bytes)} of "
+            f"{gib(memory.device_bytes)} GiB",
+            f"  {parts}",
+        ]
+        step = max(1, len(memory.moments) // MOST_ROWS)
+        shown = memory.moments[::step]
+        curve = ", ".join(f"{moment.place} {gib(moment.total_bytes)}" for moment in shown)
+        return [*lines, f"  through the step: {curve}"]
+
+    def _time(self) -> list[str]:
+        lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
+        if self.decision.gains:
+            lines += ["  what would gain most next:", *(f"    {gain}" for gain in self.decision.gains[:3])]
+        return lines
+
+
+def plan(
+    model: nn.Module,
+    gpus: int = 1,
+    *,
+    batch: int,
+    seq: int,
+    machine: str | Path | Machine = "h100",
+    budget: int | str | None = None,
+    strategy: str | Strategy | None = None,
+    recompute: str | int = "none",
+    precision: str | Precision | None = "bf16",
+    units: str | Sequence[Any] = "auto",
+    slots: int = 3,
+    accumulation: int = 1,
+    inputs: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
+    loss: Loss | None = None,
+    name: str | None = None,
+) -> Plan:
+    """Forecast memory and time of a training step, and choose the simplest way to run it. No GPU, no communication.
+
+    Args:
+        model: on any device, meta included; it is not changed.
+        gpus: data ranks.
+        batch, seq: sequences of a micro-batch on one GPU, and their length.
+        machine: a shipped one ("a100-40", "a100-80", "h100", "h200"), a machine file, "here" after `lamina doctor`.
+        budget: memory of one GPU instead of the machine's: bytes, or "40GiB".
+        strategy: look at this one (with `recompute`) alone; None: the ladder.
+        precision, units, slots: as in `lamina.shard`.
+        accumulation: micro-batches of a step.
+        inputs: of the forward; None: token numbers.
+        loss: of the model and its inputs; None: the model's own, or cross entropy of its logits.
+
+    Raises:
+        UsageError: no GPUs, sizes that are not positive, an unknown machine (the nearest named), a model that needs
+            values to run, a budget that nothing fits (the smallest that would do).
+    """
+    check_gpus(gpus)
+    check_sizes(batch, seq)
+    where = machine if isinstance(machine, Machine) else load_machine(machine)
+    limit = parse_bytes(budget)
+    kind = "cpu" if where.device.startswith("CPU") else "cuda"
+
+    @functools.cache
+    def measured(recompute: str | int) -> Measured:
+        return measure(
+            model,
+            batch,
+            seq,
+            inputs=inputs,
+            loss=loss,
+            precision=precision,
+            recompute=recompute,
+            units=units,
+            kind=kind,
+        )
+
+    compute = resolve_precision(precision).compute or torch.float32
+    template = Choice(
+        accumulation=accumulation, slots=slots, compute_bytes=compute.itemsize, wire_bytes=compute.itemsize
+    )
+    if strategy is None:
+        decision = choose(measured, gpus, where, template, limit)
+    else:
+        node = where.gpus_per_node if strategy == "hsdp" and gpus > where.gpus_per_node else None
+        choice = replace(template, strategy=strategy, world=gpus, recompute=recompute, shard_size=node)
+        rung = rung_of(str(strategy), measured(recompute), choice, where, limit)
+        decision = Decision((rung,), rung, rung, ())
+    model_name = name or type(model).__name__
+    return Plan(model_name, measured(decision.taken.choice.recompute).numel, gpus, where, batch, seq, decision)
+
+
+def parse_bytes(text: int | str | None) -> int | None:
+    """ "40GiB", "80 GB", a number of bytes."""
+    if text is None or isinstance(text, int):
+        if text is not None and text <= 0:
+            raise UsageError(f"budget={text}: a positive number of bytes, or text such as 40GiB")
+        return text
+    word = text.strip().lower().replace(" ", "")
+    for suffix, factor in (("gib", 2**30), ("gb", 10**9), ("mib", 2**20), ("mb", 10**6), ("", 1)):
+        if word.endswith(suffix):
+            number = word[: len(word) - len(suffix)]
+            try:
+                value = float(number)
+            except ValueError:
+                break
+            if value > 0:
+                return int(value * factor)
+            break
+    raise UsageError(f"budget={text!r}: a positive number of bytes, or text such as 40GiB")

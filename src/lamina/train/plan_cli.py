@@ -1,0 +1,161 @@
+"""`lamina plan`: memory and time of a run, the simplest way to run it, and a configuration that `lamina train` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from lamina.errors import LaminaError, UsageError
+from lamina.planner.choose import check_gpus
+from lamina.planner.machine import OWN, load_machine, shipped_names
+from lamina.planner.plan import Plan, plan
+from lamina.train.config import Config, StrategyName, read_toml, to_toml
+from lamina.train.planned import Planned, open_planned
+from lamina.train.resolve import Machine, recompute_of, resolve
+
+MACHINE = "h100"
+
+
+def main(argv: Sequence[str]) -> int:
+    """`lamina plan ...`; the exit code."""
+    try:
+        return _plan(_parser().parse_args(list(argv)))
+    except LaminaError as error:
+        print(f"lamina plan: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lamina plan", description="Memory and time of a run, before there is a GPU.")
+    add = parser.add_argument
+    add("model", nargs="?", help="a Hugging Face folder or config.json, the folder of a run, or module:function")
+    add("--gpus", type=int, default=1, help="GPUs of the run (1)")
+    add("--machine", default=MACHINE, help=f"{', '.join(shipped_names())}, a machine file, or here ({MACHINE})")
+    add("--batch", type=int, help="sequences of a micro-batch on one GPU (4)")
+    add("--seq", type=int, help="tokens of a sequence (2048)")
+    add("--accumulate", type=int, help="micro-batches of a step (1)")
+    add("--precision", choices=("bf16", "fp32"), help="of forward and backward (bf16)")
+    add("--budget", help="memory of one GPU instead of the machine's, such as 40GiB")
+    add("--what-if", default="", metavar="gpus=64", help="the same with another number of GPUs, or machine=h200")
+    add("--config", type=Path, help="take model, batches, precision from this file of lamina train")
+    add("--save", type=Path, help="write a configuration that lamina train runs")
+    add("--json", action="store_true", help="plain values instead of a table")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    config = Config() if options.config is None else read_toml(options.config)
+    check_gpus(options.gpus)
+    others = _what_if(options.what_if, options.gpus, options.machine)
+    for machine in (options.machine, *(machine for _, machine in others)):
+        load_machine(machine)  # what is wrong is said before a model is built
+    config = _complete(config, options)
+    opened = open_planned(config.model if options.model is None else options.model, config)
+    made = forecast(config, opened, options.gpus, options.machine, budget=options.budget)
+    also = [forecast(config, opened, gpus, machine, budget=options.budget) for gpus, machine in others]
+    if options.json:
+        values = made.as_dict() | ({"what_if": [other.as_dict() for other in also]} if also else {})
+        print(json.dumps(values, indent=1))
+    else:
+        print(made)
+        for other in also:
+            print(f"\nwhat if {options.what_if}: {_compared(made, other)}\n\n{other}")
+    if options.save is not None:
+        options.save.write_text(config_text(config, opened, made))
+        if not options.json:
+            print(f"\nwritten: {options.save}; on {options.gpus} GPUs, `lamina train {options.save}` runs it")
+    return 0
+
+
+def forecast(
+    config: Config, opened: Planned, gpus: int, machine: str, strategy: str | None = None, budget: str | None = None
+) -> Plan:
+    """The plan of a configuration whose batch is that of one micro-batch on one GPU; `strategy` None: the ladder."""
+    batches = config.batches
+    assert batches.batch is not None and batches.length is not None
+    return plan(
+        opened.model,
+        gpus,
+        batch=batches.batch,
+        seq=batches.length,
+        machine=machine,
+        budget=budget,
+        strategy=strategy,
+        recompute=recompute_of(config),
+        precision=None if config.sharding.precision == "fp32" else config.sharding.precision,
+        slots=config.sharding.slots or 3,
+        accumulation=batches.accumulate,
+        loss=opened.loss,
+        name=opened.name,
+    )
+
+
+def dry_run(config: Config, ranks: int, on_gpu: bool) -> str:
+    """The forecast of a run of `lamina train` with these settings, on what `lamina doctor` knows of this machine."""
+    machine = "here" if OWN.expanduser().is_file() else MACHINE
+    batches = config.batches
+    assert batches.batch is not None
+    pass_batch = batches.batch // (ranks * batches.accumulate)
+    config = replace(config, batches=replace(batches, batch=pass_batch))
+    chosen = config.sharding.strategy
+    opened = open_planned(config.model, config)
+    made = forecast(config, opened, ranks, machine, None if chosen == "auto" else chosen)
+    if machine == "here" and on_gpu:
+        return str(made)
+    return f"{made}\n(on {made.machine.name}; `lamina doctor` measures this machine, `lamina plan` takes others)"
+
+
+def _complete(config: Config, options: argparse.Namespace) -> Config:
+    """What is asked for, else what the file says, else the command's own; `batch` becomes that of one micro-batch."""
+    batches = config.batches
+    accumulate = options.accumulate or batches.accumulate
+    per_pass = options.gpus * accumulate
+    batch = options.batch
+    if batch is None:
+        batch = 4 if batches.batch is None else max(1, batches.batch // max(1, per_pass))
+    seq = options.seq if options.seq is not None else batches.length or 2048
+    batches = replace(batches, batch=batch, length=seq, accumulate=accumulate)
+    precision = options.precision or config.sharding.precision or "bf16"
+    config = replace(config, batches=batches, sharding=replace(config.sharding, precision=precision))
+    if options.model is None and config.model is None:
+        unit = max(1, per_pass)
+        whole = replace(config, batches=replace(batches, batch=batch * unit))
+        config = replace(resolve(whole, Machine(max(1, options.gpus), True)), batches=batches)
+    return config
+
+
+def config_text(config: Config, opened: Planned, made: Plan) -> str:
+    """A configuration of `lamina train` that runs what was planned."""
+    if opened.for_config is None and opened.loss is None:
+        raise UsageError(
+            f"{opened.name} is no model that `lamina train` opens; give {made.arguments} to lamina.shard()"
+        )
+    taken, batches = made.taken.choice, config.batches
+    assert batches.batch is not None
+    strategy = cast(StrategyName, taken.strategy)
+    sharding = replace(config.sharding, strategy=strategy, recompute=str(taken.recompute), slots=taken.slots)
+    whole = replace(batches, batch=batches.batch * taken.world * batches.accumulate)
+    return to_toml(replace(config, model=opened.for_config, batches=whole, sharding=sharding))
+
+
+def _what_if(text: str, gpus: int, machine: str) -> list[tuple[int, str]]:
+    if not text:
+        return []
+    key, _, value = text.partition("=")
+    if key == "gpus" and value.isdecimal():
+        return [(int(value), machine)]
+    if key == "machine" and value:
+        return [(gpus, value)]
+    raise UsageError(f"--what-if {text}: type gpus=64 or machine=h200")
+
+
+def _compared(made: Plan, other: Plan) -> str:
+    before, after = made.taken, other.taken
+    times = after.time.tokens_per_s / before.time.tokens_per_s
+    memory = f"{before.memory.used_bytes / 2**30:.1f} -> {after.memory.used_bytes / 2**30:.1f} GiB a GPU"
+    return f"{times:.2f} times the tokens a second, {memory}, {after.title} instead of {before.title}"

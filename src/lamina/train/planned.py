@@ -1,0 +1,110 @@
+"""The models that `lamina plan` can look at, and the loss that `lamina train` would give them; no weights are read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina.errors import UsageError
+from lamina.planner.measure import Loss
+from lamina.train.config import Config
+from lamina.train.export import GPT_FILE, find_gpt
+from lamina.train.gpt import GPT, Shape
+from lamina.train.job import LARGE_VOCABULARY
+from lamina.train.lora import add_adapters, read_rank
+from lamina.train.objective import ChunkedHead, summed_loss, vocabulary_of
+from lamina.train.pretrained import output_layer
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model on meta."""
+
+    name: str
+    model: nn.Module
+    loss: Loss | None  # None: the model's own
+    for_config: str | None  # how a configuration of `lamina train` names it; None: it has no name there
+
+
+def open_planned(word: str | None, config: Config) -> Planned:
+    """A Hugging Face folder or config.json, the folder of an earlier run, `module:function`, or our GPT (None).
+
+    Raises `UsageError` for what is none of these.
+    """
+    if word is None:
+        arch, length = config.architecture, config.batches.length
+        assert arch.width and arch.layers and arch.heads and length
+        with torch.device("meta"):
+            model = GPT(Shape(arch.width, arch.layers, arch.heads, length))
+        return Planned("small GPT", model, token_loss, None)
+    path = Path(word).expanduser()
+    if (folder := find_gpt(path)) is not None:
+        with torch.device("meta"):
+            model = GPT(Shape(**json.loads((folder / GPT_FILE).read_text())))
+        return Planned(word, model, token_loss, word)
+    file = path if path.name.endswith(".json") else path / "config.json"
+    if file.is_file():
+        return Planned(word, _pretrained(file, config), token_loss, str(file.parent))
+    if ":" in word:
+        return Planned(word, _called(word), None, None)
+    raise UsageError(
+        f"{word}: neither a folder with a config.json or {GPT_FILE}, nor a config.json, nor module:function (a "
+        "function that returns an nn.Module, such as mymodels:build)"
+    )
+
+
+def _pretrained(file: Path, config: Config) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(f'{file} needs transformers: pip install "lamina[hf]"') from None
+    transformers.logging.set_verbosity_error()
+    try:
+        known = transformers.AutoConfig.from_pretrained(file)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+    except (ValueError, KeyError, OSError, TypeError) as problem:
+        first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        raise UsageError(f"{file}: transformers does not build a model of it: {first}") from None
+    model.tie_weights()
+    if config.lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, model.get_output_embeddings(), read_rank(config.lora))
+    return model
+
+
+def _called(word: str) -> nn.Module:
+    module_name, _, function = word.partition(":")
+    try:
+        build = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as problem:
+        raise UsageError(f"{word}: {problem}; type module:function, the module being on the Python path") from None
+    try:
+        with torch.device("meta"):
+            model = build()
+    except TypeError as problem:
+        raise UsageError(f"{word} cannot be called without arguments: {problem}") from None
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{word} returned a {type(model).__name__}, wanted an nn.Module")
+    return model
+
+
+def token_loss(model: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
+    """The sum over tokens as `lamina train` computes it: a large output layer in chunks."""
+    given: Any = inputs if isinstance(inputs, Mapping) else {}
+    tokens = next(iter(given.values()))
+    labels = torch.empty_like(tokens).flatten()
+    head = output_layer(model) if hasattr(model, "get_output_embeddings") else None
+    if head is not None and vocabulary_of(head) >= LARGE_VOCABULARY:
+        chunked = ChunkedHead(head, vocabulary_of(head))
+        chunked.labels = labels
+        return model(**given).logits.sum()
+    output = model(**given)
+    return summed_loss(getattr(output, "logits", output).flatten(0, 1), labels)

@@ -1,0 +1,161 @@
+"""The ladder, its report, the command, and bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina import cli
+from lamina.errors import UsageError
+from lamina.planner.choose import CLOSE, choose
+from lamina.planner.machine import load_machine
+from lamina.planner.measure import measure
+from lamina.planner.measure_data import Measured
+from lamina.planner.plan import parse_bytes
+from lamina.planner.workload import Choice
+from lamina.train.config import read_toml
+from lamina.train.gpt import GPT, Shape
+
+GIB = 1 << 30
+
+
+def meta_gpt(width: int = 512, layers: int = 3) -> GPT:
+    with torch.device("meta"):
+        return GPT(Shape(width, layers, 8, 64))
+
+
+@pytest.fixture(scope="module")
+def measures() -> dict[str | int, Measured]:
+    return {r: measure(meta_gpt(), 16, 512, precision="bf16", recompute=r) for r in ("none", "selective", "full")}
+
+
+def decide(measures: dict[str | int, Measured], gpus: int, budget_bytes: int | None = None):
+    return choose(measures.__getitem__, gpus, load_machine("h100"), Choice(), budget_bytes)
+
+
+def test_the_simplest_that_fits_is_taken(measures: dict[str | int, Measured]) -> None:
+    assert decide(measures, 1).taken.title == "one GPU"
+    roomy = decide(measures, 4)
+    assert roomy.taken.title == "ddp"
+    assert [rung.title for rung in roomy.rungs] == ["one GPU", "ddp", "zero1", "zero2", "zero3"]
+    assert "fewer tokens a second" in roomy.why_not(roomy.rungs[0])
+
+
+def test_every_rung_is_taken_under_some_budget(measures: dict[str | int, Measured]) -> None:
+    """Less and less memory climbs the ladder; what was passed over says how much it lacks."""
+    rungs = decide(measures, 4).rungs
+    seen = []
+    for rung in sorted(rungs, key=lambda r: -r.memory.used_bytes):
+        decision = decide(measures, 4, int(rung.memory.used_bytes / 0.95) + 1)
+        seen.append(decision.taken.title)
+        assert decision.taken.memory.used_bytes <= rung.memory.used_bytes
+        for other in decision.rungs[: decision.rungs.index(decision.taken)]:
+            reason = decision.why_not(other)
+            assert ("more than" in reason) != other.fits and reason
+    assert {"ddp", "zero3"} <= set(seen)
+    least = min(rung.memory.used_bytes for rung in rungs)
+    recomputed = decide(measures, 4, int((least - (64 << 20)) / 0.95))
+    assert "recompute" in recomputed.taken.title
+    fastest = recomputed.fastest.time.tokens_per_s
+    assert recomputed.taken.time.tokens_per_s >= CLOSE * fastest
+
+
+def test_nothing_fits(measures: dict[str | int, Measured]) -> None:
+    with pytest.raises(
+        UsageError, match=r"nothing fits a budget of 1.00 GiB: the smallest is .* Type --budget (\d+)GiB"
+    ) as e:
+        decide(measures, 4, GIB)
+    enough = int(str(e.value).partition("--budget ")[2].partition("GiB")[0])
+    assert decide(measures, 4, enough * GIB).taken.fits
+
+
+def test_more_ranks_need_less_memory(measures: dict[str | int, Measured]) -> None:
+    """Masters and moments over the ranks; activations stay."""
+    few, many = (dict(zip("abcde", decide(measures, gpus).rungs, strict=False))["e"].memory for gpus in (2, 8))
+    assert few.state.optimizer == pytest.approx(4 * many.state.optimizer, rel=0.02)
+    assert few.peak.activation_bytes == many.peak.activation_bytes
+
+
+def test_thousands_of_ranks_take_seconds() -> None:
+    begin = time.process_time()
+    forecast = lamina.plan(meta_gpt(layers=12), 8192, batch=4, seq=512, machine="h200")
+    assert time.process_time() - begin < 10
+    assert [rung.choice.world for rung in forecast.decision.rungs] == [1] + [8192] * 5
+    text = str(forecast)
+    assert "hsdp over 8" in text and "* " in text and forecast.taken.memory.peak.place in text
+    values = json.loads(json.dumps(forecast.as_dict()))
+    assert values["taken"] == forecast.taken.title and len(values["rungs"]) == 6
+
+
+def test_bad_input_is_named() -> None:
+    model = meta_gpt(64, 2)
+    with pytest.raises(UsageError, match="gpus=0"):
+        lamina.plan(model, 0, batch=1, seq=8)
+    with pytest.raises(UsageError, match="seq=-1"):
+        lamina.plan(model, 1, batch=1, seq=-1)
+    with pytest.raises(UsageError, match="'h101'; the nearest is 'h100'"):
+        lamina.plan(model, 1, batch=1, seq=8, machine="h101")
+    with pytest.raises(UsageError, match="such as 40GiB"):
+        lamina.plan(model, 1, batch=1, seq=8, budget="much")
+    assert parse_bytes("40GiB") == 40 * GIB and parse_bytes("80 GB") == 80 * 10**9
+
+
+def test_one_strategy_alone() -> None:
+    forecast = lamina.plan(meta_gpt(64, 2), 4, batch=1, seq=8, strategy="zero2", recompute="full", budget=1)
+    assert forecast.arguments == {"strategy": "zero2", "recompute": "full", "slots": 3}
+    assert not forecast.taken.fits
+
+
+def build_two_layers() -> nn.Module:
+    return nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 128))
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, what if, and a file that `lamina train` takes and that plans to the same end."""
+    saved = tmp_path / "run.toml"
+    words = ["plan", "--gpus", "2", "--batch", "2", "--seq", "64", "--what-if", "gpus=64", "--save", str(saved)]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "small GPT" in shown and "what if gpus=64" in shown
+    config = read_toml(saved)
+    assert (config.batches.batch, config.batches.length, config.sharding.strategy) == (4, 64, "ddp")
+    assert cli.main(["plan", "--gpus", "2", "--config", str(saved), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["batch"], values["seq"], values["arguments"]["strategy"]) == (2, 64, "ddp")
+    assert cli.main(["train", str(saved), "--dry-run", "--device", "cpu"]) == 0
+    assert "memory of ddp: peak at" in capsys.readouterr().out
+
+
+def test_command_takes_functions_and_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"{__name__}:build_two_layers", "--batch", "1", "--seq", "8"]) == 0
+    assert "Sequential" not in capsys.readouterr().err
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 16384, "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(tmp_path), "--gpus", "2", "--batch", "1", "--seq", "16", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["parameters"] == 2 * 16384 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 64) + 32
+    for word in ("nowhere", "nowhere:build", f"{__name__}:GIB"):
+        assert cli.main(["plan", word]) == 1
+        assert f"lamina plan: {word}" in capsys.readouterr().err
+
+
+def test_a_rung_that_fits_is_never_hidden_by_recomputation(measures: dict[str | int, Measured]) -> None:
+    """Recomputation is asked for only where nothing fits without it."""
+    asked: list[str | int] = []
+
+    def ask(recompute: str | int) -> Measured:
+        asked.append(recompute)
+        return measures[recompute]
+
+    machine = dataclasses.replace(load_machine("h100"), gpus_per_node=8)
+    choose(ask, 16, machine, Choice())
+    assert asked == ["none"]
