@@ -102,9 +102,11 @@ def units_of(case: Case, model: RandomModel) -> Any:
         return chosen or "auto"
     if case.units == "pattern":
         return ["blocks.*"]
-    if case.units == "classes":
-        return sorted({type(block) for block in model.blocks}, key=lambda kind: kind.__name__)
     blocks = [block for block in model.blocks if any(True for _ in block.parameters())]
+    kinds = tuple(sorted({type(block) for block in model.blocks}, key=lambda kind: kind.__name__))
+    inner = [module for block in model.blocks for module in block.modules() if module is not block]
+    if case.units == "classes" and not any(isinstance(module, kinds) for module in inner):
+        return list(kinds)
     if case.units == "groups":
         return [list(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
     return list(blocks)
@@ -222,10 +224,10 @@ class Job:
 
     def edit(self) -> None:
         with lamina.gathered(self.model, write=True), torch.no_grad():
-            for parameter in self.model.parameters():
+            for parameter in filter(_has_fractions, self.model.parameters()):
                 parameter.mul_(0.9)
         with torch.no_grad():
-            for parameter in self.plain.parameters():
+            for parameter in filter(_has_fractions, self.plain.parameters()):
                 parameter.mul_(0.9)
 
     def toggle(self) -> None:
@@ -240,7 +242,7 @@ class Job:
 
     def load(self) -> None:
         with torch.no_grad():
-            for parameter in self.plain.parameters():
+            for parameter in filter(_has_fractions, self.plain.parameters()):
                 parameter.add_(0.01)
         self.model.load_state_dict(self.plain.state_dict())
         self.compare("load", self.parameters())
@@ -257,6 +259,10 @@ class Job:
 
     def replicas(self) -> None:
         lamina.check(self.model)
+
+
+def _has_fractions(parameter: Tensor) -> bool:
+    return parameter.dtype is not torch.int8
 
 
 def _raise(module: nn.Module, args: Any) -> None:

