@@ -143,7 +143,7 @@ def gpu_rows() -> list[tuple[str, int, dict]]:
 
 
 def test_measured_gpu_steps() -> None:
-    """Allocated bytes have no fitted constant; those of the others come from these rows."""
+    """Of allocated bytes the workspace was set with these rows in sight; the constants of the others come from them."""
     sys.path.insert(0, str(BENCHMARKS / "gpu_step"))
     try:
         from model import Model
