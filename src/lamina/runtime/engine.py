@@ -13,6 +13,8 @@ Note [One order]
        is cleared by the next root forward.
     4. Where gathers are one-sided (nobody else takes part), only reductions are collectives: gathers in the program are
        hints to prefetch, and a missing one is made on the spot.
+    5. A program that was recorded while no rank used some unit (an expert, a dropped layer) is open: at its end ranks
+       meet, so that a rank that has come to use the unit finds the others. Only such programs cost an agreement.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from lamina.runtime.gathering import Gatherer
 from lamina.runtime.gradients import Gradients
 from lamina.runtime.lockstep import Lockstep
 from lamina.runtime.newcomers import Newcomers
-from lamina.runtime.phase import Key, Kind, Phase, Recorded
+from lamina.runtime.phase import Key, Kind, Phase, Recorded, leaves_out
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
 from lamina.runtime.unit import Unit
@@ -68,6 +70,7 @@ class Engine:
         self.newcomers: Newcomers | None = None  # parameters beside the units'
         self.phase: Phase | None = None
         self.phases = 0
+        self.expects_more = False  # agreed: a unit was used in a forward whose program left it out
         self.resident: frozenset[int] = frozenset()  # agreed: units whose home holds weights on every rank
         self.last_forward = 0  # when the last root forward began, among all models of the process
         self._kept_slots: dict[int, list[Slot]] = {}  # by unit, one a `keep` scope
@@ -126,15 +129,21 @@ class Engine:
 
     def _close(self, phase: Phase) -> None:
         self._issue(phase, len(phase.steps))
+        backward = phase.key.kind is Kind.BACKWARD
         if phase.recorded is not None:
             everywhere = phase.recorded.resident
-            if phase.deviated and phase.key.kind is Kind.FORWARD:
+            if self._is_open(phase):
+                agreed_on = self.lockstep.end(phase, self.residency.here, self._server(phase))
+                if phase.log:  # another rank has left the program
+                    phase.deviated, phase.was_open, everywhere = True, True, agreed_on
+            if phase.deviated and (phase.log or not backward):
                 self.programs.pop(phase.key, None)
         else:
             here = self.residency.here
             agreed = not self.one_sided or phase.key.kind is Kind.BACKWARD
             everywhere = self.lockstep.end(phase, here, self._server(phase)) if agreed else here()
             self._record(phase, everywhere)
+        self.expects_more = not backward and (self.expects_more or (phase.was_open and phase.deviated))
         if not self.one_sided:
             for index in self.residency.here() - everywhere:
                 if not self.units[index].kept:
@@ -148,7 +157,14 @@ class Engine:
             self.programs.pop(phase.key, None)  # the next time, agree anew
         else:
             steps = move_gathers_ahead(phase.log, self.residency.conflicts, self.ahead)
-            self.programs[phase.key] = Recorded(steps, resident)
+            self.programs[phase.key] = Recorded(steps, resident, leaves_out(phase, self.units))
+
+    def _is_open(self, phase: Phase) -> bool:
+        """Whether ranks meet at the end of a program; the same on all of them."""
+        assert phase.recorded is not None
+        if phase.key.kind is Kind.FORWARD:
+            return phase.recorded.is_open and not self.one_sided
+        return phase.key.kind is Kind.BACKWARD and (phase.recorded.is_open or self.expects_more)
 
     def _current(self) -> Phase:
         assert self.phase is not None
@@ -298,15 +314,13 @@ class Engine:
         unit = use.unit
         if torch.is_grad_enabled() and not unit.plain and not unit.kept:
             raise StateError(
-                f"backward with create_graph=True through `{unit.name}`: its weights would be "
-                "needed after they are given "
+                f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are given "
                 "back. Type `with lamina.keep(model):` around the forward and both backwards"
             )
         if use.version != unit.version or (unit.sharded and unit.dirty.value):
             raise StateError(
-                f"the weights of `{unit.name}` were changed between its forward and this backward, "
-                "so its gradients would be "
-                "a mixture: step, load and edit after the backward, or run the forward again"
+                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients would "
+                "be a mixture: step, load and edit after the backward, or run the forward again"
             )
         if self.phase is None:
             self._begin_backward(task)
@@ -366,6 +380,9 @@ class Engine:
             if unit.trainable and not unit.kept and unit.index not in phase.ready and self.gradients.any_of(unit):
                 self._finish_late(phase, unit)
         self._close(phase)
+        if self.gradients.last_micro_batch:  # sums of earlier micro-batches whose unit the last one did not use
+            for index in sorted(self.reducer.partials.keys() - phase.reduced):
+                self.gradients.reduce(phase, self.units[index], contribute=False)
         self._after_reductions(phase)
 
     def _finish_late(self, phase: Phase, unit: Unit) -> None:
@@ -377,6 +394,7 @@ class Engine:
     def _leave_program(self, phase: Phase) -> None:
         """Issue what is left of the program; from here on, and the next time, ranks agree step by step."""
         self._issue(phase, len(phase.steps))
+        phase.was_open = phase.recorded is not None and self._is_open(phase)
         phase.recorded, phase.steps, phase.cursor, phase.deviated = None, (), 0, True
         self.control.position.mode = "lockstep"
         self.programs.pop(phase.key, None)

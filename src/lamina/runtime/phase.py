@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from lamina.core.program import Op, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lamina.runtime.unit import Unit
     from lamina.runtime.uses import Use
 
 
@@ -39,6 +42,7 @@ class Recorded:
 
     steps: tuple[Step, ...]
     resident: frozenset[int]
+    is_open: bool = False  # it leaves out a unit that some rank may come to use: ranks meet at its end
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Phase:
     reduced: set[int] = field(default_factory=set)
     tasks: dict[int, list[Use]] = field(default_factory=dict)  # active backward uses by graph task
     deviated: bool = False
+    was_open: bool = False  # the program that this rank has left
     keeps_graph: bool = False  # retain_graph
 
     @property
@@ -71,3 +76,12 @@ class Phase:
             if steps[index].unit == unit and steps[index].op is op:
                 return index
         return None
+
+
+def leaves_out(phase: Phase, units: Iterable[Unit]) -> bool:
+    """Whether what was agreed on lacks a unit's use in the forward, or its reduction; see Note [One order] 5."""
+    if phase.key.kind is Kind.FORWARD:
+        used = {step.unit for step in phase.log if step.op is Op.FORWARD}
+        return any(not unit.plain and unit.index not in used for unit in units)
+    reduced = {step.unit for step in phase.log if step.op is Op.REDUCE}
+    return any(unit.trainable and not unit.kept and unit.index not in reduced for unit in units)
