@@ -175,10 +175,6 @@ class Engine:
         phase = self.phase
         return phase is not None and phase.key.kind is Kind.BACKWARD and torch._C._current_graph_task_id() == -1
 
-    def abandon(self) -> None:
-        """After an error: drop the phase where it stands; the next root forward starts clean."""
-        self.phase = None
-
     # ---- uses --------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, op: Op, slot: Slot | None = None) -> Slot | None:
@@ -314,13 +310,13 @@ class Engine:
         unit = use.unit
         if torch.is_grad_enabled() and not unit.plain and not unit.kept:
             raise StateError(
-                f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are given "
-                "back. Type `with lamina.keep(model):` around the forward and both backwards"
+                f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are "
+                "given back. Type `with lamina.keep(model):` around the forward and both backwards"
             )
         if use.version != unit.version or (unit.sharded and unit.dirty.value):
             raise StateError(
-                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients would "
-                "be a mixture: step, load and edit after the backward, or run the forward again"
+                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients "
+                "would be a mixture: step, load and edit after the backward, or run the forward again"
             )
         if self.phase is None:
             self._begin_backward(task)

@@ -103,7 +103,7 @@ class ModuleHooks:
                 slots.append(engine.enter(unit, Op.FORWARD))
         except BaseException:
             self.frames.pop()
-            engine.abandon()
+            engine.phase = None  # the next root forward starts clean
             raise
 
     def close(self, output: Any) -> None:
@@ -112,7 +112,7 @@ class ModuleHooks:
         error = sys.exc_info()[1]
         failed = error is not None and error is not frame.error_before
         if failed and isinstance(error, LaminaError):
-            self.engine.abandon()
+            self.engine.phase = None  # the next root forward starts clean
             return
         if not failed:
             tensors = tensors_in(output)
