@@ -19,8 +19,30 @@ def pytest_sessionfinish() -> None:
     harness.shutdown()
 
 
+# Files are given to processes in the order of collection: the longest first, so that none is left alone at the end.
+LONGEST = (
+    "test_launch.py",
+    "test_readme.py",
+    "test_matrix.py",
+    "test_terminal.py",
+    "test_command.py",
+    "test_examples.py",
+    "test_shard_tensor.py",
+    "test_meshes.py",
+    "test_plan.py",
+    "test_fuzz.py",
+    "test_recording.py",
+    "test_plan_memory.py",
+    "test_hangs.py",
+    "test_late_use.py",
+    "test_code_style.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of GPUs are left out, and counted as deselected, on a machine without one."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
