@@ -131,7 +131,7 @@ def run_peers() -> list[tuple[Case, Recipe, float]]:
     return results
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_peer_transport_equals_one_process(world: int) -> None:
     for results in run_ranks(world, run_peers, timeout=120):
         check(results)
@@ -145,7 +145,7 @@ def run_momentum() -> list[tuple[Case, Recipe, float]]:
     return [result for case in cases for result in run_case(case, [recipe], expected)]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2])
 def test_momentum_with_gradients_zeroed_in_place(world: int) -> None:
     for results in run_ranks(world, run_momentum):
         check(results)
