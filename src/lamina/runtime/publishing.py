@@ -34,7 +34,7 @@ from lamina.transport.peer import Counter, Peers, connect
 from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, SymmetricPeers, connect_gpus
 
 EARLY_SHARE = 1 / 8  # of the published bytes: what the first uses need
-AUTO_MOST_RANKS = 2  # of a gather group on GPUs: what has been run on them so far
+AUTO_MOST_RANKS = 2  # on GPUs: what has been run on them so far
 AUTO_SHARE = 0.02  # of a GPU's memory, that `transport="auto"` spends on speed
 FLAGS_PER_WORD = 62  # non-negative in an int64
 
@@ -68,7 +68,7 @@ def are_peers_worth_it(
     mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], wire: torch.dtype | None
 ) -> bool:
     """What `transport="auto"` goes by: on GPUs copy engines are faster, at the price of the published weights."""
-    if mesh.device.type != "cuda" or mesh.factors.params > AUTO_MOST_RANKS:
+    if mesh.device.type != "cuda" or mesh.world > AUTO_MOST_RANKS:
         return False
     extra_bytes = published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, wire))
     return extra_bytes <= AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
