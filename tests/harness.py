@@ -143,7 +143,7 @@ class _Pool:
         # A fork server has torch imported once: a new pool then costs a tenth of a second a rank instead of seconds.
         context = multiprocessing.get_context("forkserver")
         # torch._dynamo: the first torch.optim optimizer of a process imports it, 1.7 s of CPU time a rank.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "lamina"])
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
         for rank in range(world):
