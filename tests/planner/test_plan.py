@@ -104,7 +104,17 @@ def test_bad_input_is_named() -> None:
         lamina.plan(model, 1, batch=1, seq=8, machine="h101")
     with pytest.raises(UsageError, match="such as 40GiB"):
         lamina.plan(model, 1, batch=1, seq=8, budget="much")
-    assert parse_bytes("40GiB") == 40 * GIB and parse_bytes("80 GB") == 80 * 10**9
+    for word in ("much", "1XiB", "GiB", "-1GiB", "nan", "inf GiB", 0, -1, "0"):
+        with pytest.raises(UsageError, match="KiB, MiB, GiB, TiB; kB, MB"):
+            parse_bytes(word)
+
+
+@pytest.mark.parametrize(
+    "text, size_bytes",
+    [("40GiB", 40 * GIB), ("80 GB", 80 * 10**9), ("1KiB", 1024), ("1.5 kB", 1500), ("2tib", 2 << 40), ("7", 7)],
+)
+def test_budgets_are_read(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
 
 
 def test_one_strategy_alone() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,6 +22,10 @@ from lamina.planner.measure_data import Measured
 from lamina.planner.workload import Choice
 from lamina.runtime.precision import Precision, resolve_precision
 
+SUFFIX_NAMES = "B, KiB, MiB, GiB, TiB; kB, MB, GB, TB"
+SUFFIXES = {"": 1, "b": 1} | {
+    f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))
+}
 MOST_ROWS = 6  # moments of a step that are shown
 
 
@@ -188,20 +194,16 @@ def plan(
 
 
 def parse_bytes(text: int | str | None) -> int | None:
-    """ "40GiB", "80 GB", a number of bytes."""
-    if text is None or isinstance(text, int):
-        if text is not None and text <= 0:
-            raise UsageError(f"budget={text}: a positive number of bytes, or text such as 40GiB")
+    """ "40GiB", "80 GB", a number of bytes.
+
+    Raises `UsageError` for anything else, with the suffixes there are.
+    """
+    if text is None or (isinstance(text, int) and text > 0):
         return text
-    word = text.strip().lower().replace(" ", "")
-    for suffix, factor in (("gib", 2**30), ("gb", 10**9), ("mib", 2**20), ("mb", 10**6), ("", 1)):
-        if word.endswith(suffix):
-            number = word[: len(word) - len(suffix)]
-            try:
-                value = float(number)
-            except ValueError:
-                break
-            if value > 0:
-                return int(value * factor)
-            break
-    raise UsageError(f"budget={text!r}: a positive number of bytes, or text such as 40GiB")
+    word = str(text).strip().replace(" ", "")
+    number = word.rstrip(string.ascii_letters)
+    factor = SUFFIXES.get(word[len(number) :].lower())
+    with contextlib.suppress(ValueError, OverflowError):  # no number, nan, or infinite
+        if factor is not None and (size_bytes := int(float(number) * factor)) > 0:
+            return size_bytes
+    raise UsageError(f"budget={text!r}: a positive number of bytes, or text such as 40GiB ({SUFFIX_NAMES})")
