@@ -33,8 +33,25 @@ ROWS = [
 ]
 
 
+# on one GPU, which holds everything: predicted and measured apart from the others
+ONE_GPU = [
+    *(
+        Row(size, tokens, "zero3", recompute)
+        for size, tokens in (("1b", 8192), ("3b", 4096))
+        for recompute in ("none", "full")
+    ),
+    Row("1b", 2048, "zero3", "selective"),
+    Row("3b", 8192, "zero3", "selective"),
+    Row("8b", 2048, "zero3", "none"),
+]
+
+
+def rows_of(gpus: int) -> list[Row]:
+    return ONE_GPU if gpus == 1 else ROWS
+
+
 def precision() -> lamina.Precision:
     return lamina.Precision(compute=torch.bfloat16, keep=())
 
 
-__all__ = ["LENGTH", "ROWS", "SIZES", "Model", "Row", "precision"]
+__all__ = ["LENGTH", "SIZES", "Model", "Row", "precision", "rows_of"]

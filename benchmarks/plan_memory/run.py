@@ -1,6 +1,6 @@
-"""Memory of real steps beside what was predicted; two GPUs.
+"""Memory of real steps beside what was predicted, on one GPU or two.
 
-    python benchmarks/plan_memory/run.py --save benchmarks/plan_memory/results/NAME.json
+    python benchmarks/plan_memory/run.py [--gpus 1] --save benchmarks/plan_memory/results/NAME.json
 
 Each row runs in processes of its own, so that device memory is its own: three steps on random tokens. A row that runs
 out of memory says so. *Used* is device memory in use at the end (`mem_get_info`), the others are torch's peaks.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from rows import LENGTH, ROWS, SIZES, Model, Row, precision
+from rows import LENGTH, SIZES, Model, Row, precision, rows_of
 
 import lamina
 
@@ -58,7 +58,7 @@ def measure(row: Row) -> dict:
 def child(number: int, result: Path) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cuda:nccl,cpu:gloo")
-    values = measure(ROWS[number])
+    values = measure(rows_of(dist.get_world_size())[number])
     if dist.get_rank() == 0:
         result.write_text(json.dumps(values))
     os._exit(0)  # a rank that is out of memory answers nobody: no goodbyes
@@ -67,6 +67,7 @@ def child(number: int, result: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", type=Path, default=None)
+    parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,9 +75,16 @@ def main() -> None:
         child(options.child, options.result)
         return
     found = []
-    for number, row in enumerate(ROWS):
+    for number, row in enumerate(rows_of(options.gpus)):
         with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(options.gpus),
+            ]
             command += [__file__, "--child", str(number), "--result", result.name]
             try:
                 subprocess.run(command, capture_output=True, timeout=ROW_S)

@@ -1,4 +1,4 @@
-"""Captured steps on two GPUs: bit for bit what eager steps give, and what would be frozen is kept fresh or named."""
+"""Captured steps on two GPUs or on one: what eager steps give, bit for bit; what would be frozen is fresh or named."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lamina
 
 pytestmark = pytest.mark.gpu
+WORLD = min(2, torch.cuda.device_count())
 
 
 class Block(nn.Module):
@@ -62,7 +63,7 @@ def steps(transport: str, strategy: str, captures: bool) -> tuple[list[Tensor], 
 
 def compare(rank: int, folder: str, transport: str, strategy: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     eager, captured = (steps(transport, strategy, captures) for captures in (False, True))
     for name, wanted, found in zip(("loss", "parameter"), eager, captured, strict=True):
         for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
@@ -74,12 +75,12 @@ def compare(rank: int, folder: str, transport: str, strategy: str) -> None:
 @pytest.mark.parametrize(("transport", "strategy"), [("c10d", "zero3"), ("peer", "zero3"), ("c10d", "zero1")])
 def test_equals_eager_steps(transport: str, strategy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, (folder, transport, strategy), nprocs=2)
+        mp.spawn(compare, (folder, transport, strategy), nprocs=WORLD)
 
 
 def misuse(rank: int, folder: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     model = lamina.shard(build(), units=[Block])
     optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -116,4 +117,4 @@ def misuse(rank: int, folder: str) -> None:
 
 def test_what_a_graph_would_freeze_is_named() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(misuse, (folder,), nprocs=2)
+        mp.spawn(misuse, (folder,), nprocs=WORLD)
