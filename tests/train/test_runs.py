@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from safetensors import SafetensorError
 
 import lamina
 from harness import expect_error, run_ranks
+from lamina import cli
+from lamina.planner.machine import load_machine
 from lamina.trace.recording import load_trace
 from lamina.train import run as train_run
 from lamina.train.config import Config, read_toml
@@ -58,7 +62,7 @@ def test_the_same_curve_on_one_two_and_four_ranks(tmp_path: Path) -> None:
             assert apart(first, other) < tolerance
 
 
-def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
+def test_what_a_run_leaves_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, folder = write_text(tmp_path), tmp_path / "run"
     shown = run_ranks(2, train, 2, small(text, folder, steps=30, sample_tokens=9, trace=True))[0]
     for word in ("whole model", "this layout", "zero3", "held-out loss", "bigram", "--- before", "--- after"):
@@ -84,6 +88,20 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
     for key in ("lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes"):
         assert all(value > 0 for value in losses(folder, key).values()), key
     assert written(Command(str(folder), prompt="7 + 0", tokens=8)).startswith("7 + 0")
+    compares_with_its_forecast(folder, capsys)
+
+
+def compares_with_its_forecast(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder is all that is needed, but for the machine."""
+    machine = folder / "cpu.toml"
+    machine.write_text(replace(load_machine("h100"), name="this", device="CPU, 2 cores").text())
+    assert cli.main(["plan", "--compare", str(folder), "--machine", str(machine), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    rows = {row["what"]: row for row in values["rows"]}
+    for what in ("forward of layers.*", "backward of layers.*", "forward of root", "gathers of layers.*", "optimizer"):
+        assert rows[what]["observed_ms"] > 0 and rows[what]["forecast_ms"] > 0
+    assert sum(r["observed_ms"] for r in values["rows"] if r["adds"]) == pytest.approx(values["observed_ms"])
+    assert (folder / "compare.png").stat().st_size > 10_000
 
 
 def continues_as_if_nothing_had_been(text: Path, folder: Path) -> Config:

@@ -119,6 +119,10 @@ class Machine:
         given |= {table: _points(data, table, kind, origin) for table, kind in POINTS.items()} | values
         return cls(gpus_per_node=gpus, marks=marks, **given)
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.startswith("CPU")
+
     def nodes(self, ranks: int) -> int:
         """Nodes that `ranks` ranks fill."""
         return -(-ranks // self.gpus_per_node)

@@ -40,6 +40,7 @@ class Plan:
     batch: int
     seq: int
     decision: Decision
+    units: tuple[str, ...]  # names, by their number in a step's spans
 
     @property
     def taken(self) -> Rung:
@@ -162,7 +163,7 @@ def plan(
     check_sizes(batch, seq)
     where = machine if isinstance(machine, Machine) else load_machine(machine)
     limit = parse_bytes(budget)
-    kind = "cpu" if where.device.startswith("CPU") else "cuda"
+    kind = "cpu" if where.is_cpu else "cuda"
 
     @functools.cache
     def measured(recompute: str | int) -> Measured:
@@ -180,7 +181,11 @@ def plan(
 
     compute = resolve_precision(precision).compute or torch.float32
     template = Choice(
-        accumulation=accumulation, slots=slots, compute_bytes=compute.itemsize, wire_bytes=compute.itemsize
+        accumulation=accumulation,
+        slots=slots,
+        compute_bytes=compute.itemsize,
+        wire_bytes=compute.itemsize,
+        sums="exchange" if kind == "cpu" and slots > 1 else "auto",
     )
     if strategy is None:
         decision = choose(measured, gpus, where, template, limit)
@@ -190,7 +195,9 @@ def plan(
         rung = rung_of(str(strategy), measured(recompute), choice, where, limit)
         decision = Decision((rung,), rung, rung, ())
     model_name = name or type(model).__name__
-    return Plan(model_name, measured(decision.taken.choice.recompute).numel, gpus, where, batch, seq, decision)
+    taken = measured(decision.taken.choice.recompute)
+    units = tuple(unit.name for unit in taken.workload.units)
+    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, units)
 
 
 def parse_bytes(text: int | str | None) -> int | None:

@@ -91,6 +91,24 @@ def draw_recording(step: Recording, *, title: str | None = None) -> Figure:
     return figure
 
 
+def draw_compared(forecast: Sequence[Span], step: Recording, names: Sequence[str], titles: tuple[str, str]) -> Figure:
+    """A forecast above one step as it ran, on one axis of time; `names` are those of the units of both."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 5.2), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    whole_ms = max(span.end_ms for span in (*forecast, *step.spans))
+    for axes, spans, title in ((above, forecast, titles[0]), (below, step.spans, titles[1])):
+        _draw_lanes(axes, spans, names)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlim(0, whole_ms)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    above.set_xlabel("")
+    below.set_xlabel("time, ms; red: compute stands still for a gather or a reduction")
+    return figure
+
+
 def _draw_lanes(axes: Axes, spans: Sequence[Span], names: Sequence[str] | None) -> None:
     if not any(span.label.startswith(WAIT) for span in spans):
         spans = [*spans, *exposed_gaps(spans)]

@@ -13,7 +13,9 @@ from typing import cast
 from lamina.errors import LaminaError, UsageError
 from lamina.planner.choose import check_gpus
 from lamina.planner.machine import OWN, load_machine, shipped_names
+from lamina.planner.machine import Machine as Rates
 from lamina.planner.plan import Plan, plan
+from lamina.train.compare import compare, config_of_pass, machine_for, open_run
 from lamina.train.config import Config, StrategyName, read_toml, to_toml
 from lamina.train.planned import Planned, open_planned
 from lamina.train.resolve import Machine, recompute_of, resolve
@@ -24,7 +26,8 @@ MACHINE = "h100"
 def main(argv: Sequence[str]) -> int:
     """`lamina plan ...`; the exit code."""
     try:
-        return _plan(_parser().parse_args(list(argv)))
+        options = _parser().parse_args(list(argv))
+        return _plan(options) if options.compare is None else _compare(options)
     except LaminaError as error:
         print(f"lamina plan: {error}", file=sys.stderr)
         return 1
@@ -34,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lamina plan", description="Memory and time of a run, before there is a GPU.")
     add = parser.add_argument
     add("model", nargs="?", help="a Hugging Face folder or config.json, the folder of a run, or module:function")
-    add("--gpus", type=int, default=1, help="GPUs of the run (1)")
-    add("--machine", default=MACHINE, help=f"{', '.join(shipped_names())}, a machine file, or here ({MACHINE})")
+    add("--gpus", type=int, help="GPUs of the run (1)")
+    add("--machine", help=f"{', '.join(shipped_names())}, a machine file, or here ({MACHINE})")
     add("--batch", type=int, help="sequences of a micro-batch on one GPU (4)")
     add("--seq", type=int, help="tokens of a sequence (2048)")
     add("--accumulate", type=int, help="micro-batches of a step (1)")
@@ -44,11 +47,38 @@ def _parser() -> argparse.ArgumentParser:
     add("--what-if", default="", metavar="gpus=64", help="the same with another number of GPUs, or machine=h200")
     add("--config", type=Path, help="take model, batches, precision from this file of lamina train")
     add("--save", type=Path, help="write a configuration that lamina train runs")
+    add("--compare", type=Path, metavar="RUN", help="beside what was traced: the folder of a run, or its trace.json")
+    add("--picture", type=Path, help="with --compare: where both are drawn (compare.png beside the trace)")
     add("--json", action="store_true", help="plain values instead of a table")
     return parser
 
 
+def _compare(options: argparse.Namespace) -> int:
+    """What was forecast beside what was traced, in words, a table and a picture."""
+    unused = {"MODEL": "model"} | {
+        f"--{name}": name.replace("-", "_")
+        for name in ("gpus", "batch", "seq", "accumulate", "precision", "budget", "what-if", "save")
+    }
+    for word, name in unused.items():
+        if getattr(options, name):
+            raise UsageError(f"--compare takes everything from the run that was traced: leave {word} out")
+    recording, config = open_run(options.compare, options.config)
+    machine = machine_for(recording, options.machine)
+    config = config_of_pass(config, recording)
+    opened = open_planned(config.model, config)
+    made = compare(forecast(config, opened, recording.world, machine, config.sharding.strategy), recording)
+    picture = options.picture
+    if picture is None:
+        picture = (options.compare if options.compare.is_dir() else options.compare.parent) / "compare.png"
+    made.draw(picture)
+    print(json.dumps(made.as_dict(), indent=1) if options.json else f"{made}\n\npicture: {picture}")
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> int:
+    if options.picture is not None:
+        raise UsageError("--picture draws a comparison: type --compare RUN too")
+    options.gpus, options.machine = 1 if options.gpus is None else options.gpus, options.machine or MACHINE
     config = Config() if options.config is None else read_toml(options.config)
     check_gpus(options.gpus)
     others = _what_if(options.what_if, options.gpus, options.machine)
@@ -73,7 +103,12 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def forecast(
-    config: Config, opened: Planned, gpus: int, machine: str, strategy: str | None = None, budget: str | None = None
+    config: Config,
+    opened: Planned,
+    gpus: int,
+    machine: str | Rates,
+    strategy: str | None = None,
+    budget: str | None = None,
 ) -> Plan:
     """The plan of a configuration whose batch is that of one micro-batch on one GPU; `strategy` None: the ladder."""
     batches = config.batches
@@ -87,7 +122,7 @@ def forecast(
         budget=budget,
         strategy=strategy,
         recompute=recompute_of(config),
-        precision=None if config.sharding.precision == "fp32" else config.sharding.precision,
+        precision="bf16" if config.sharding.precision == "bf16" else None,
         slots=config.sharding.slots or 3,
         accumulation=batches.accumulate,
         loss=opened.loss,
