@@ -2,12 +2,16 @@
 
     python benchmarks/checkpoint/run.py                          # a state of 201 MB
     python benchmarks/checkpoint/run.py --parameters 1e9 --folder /a/real/disk
+    python benchmarks/checkpoint/run.py --device cuda --ranks 1 --parameters 1e9
 
 Each way has processes of its own. The state is float32 parameters with AdamW's two moments (12 bytes a parameter),
 stepped once. Times are the slower rank's, medians over rounds; in every round the ways follow one another, so that a
 disturbance of the machine hits all. Blocked: how long the training thread waits for a save that goes on beside it;
-`copy`: one plain copy of the rank's own state into host memory that is there already, the floor for that.
-Host memory: the largest growth of a rank's resident set above what it was before the call, pages of files not counted.
+`copy`: one plain copy of the rank's own state into host memory that is there already, the floor for that; it is made
+just before each save beside training, and the ratio is of these pairs. On a GPU that memory is pinned, and times last
+until the device has nothing left to do.
+Host memory: the largest growth of a rank's resident set above what it was before the call, pages of files not counted;
+another process looks, since a thread of the rank would wait for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +39,9 @@ from torch import Tensor, nn
 
 import lamina
 
-WORLD = 2
 WIDTH = 2048
 WAYS = ("lamina", "dcp")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(parameters: float) -> nn.Module:
@@ -48,8 +53,8 @@ def build(parameters: float) -> nn.Module:
 class Way:
     """One library's model, optimizer, and how it saves and loads."""
 
-    def __init__(self, parameters: float) -> None:
-        self.model = build(parameters)
+    def __init__(self, parameters: float, device: str) -> None:
+        self.model = build(parameters).to(device)
         self.optimizer: torch.optim.Optimizer
 
     def step_once(self) -> None:
@@ -75,14 +80,14 @@ class Way:
 
 
 class Lamina(Way):
-    def __init__(self, parameters: float) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: float, device: str) -> None:
+        super().__init__(parameters, device)
         lamina.shard(self.model, "zero3", start="trust")
         self.optimizer = lamina.optim.AdamW(self.model.parameters())
 
     def own(self) -> list[Tensor]:
-        moments = [s[key].local for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        return [p.local for p in self.model.parameters()] + moments
+        moments = [getattr(s[key], "local", s[key]) for s in self.optimizer.state.values() for key in MOMENTS]
+        return [getattr(p, "local", p).detach() for p in self.model.parameters()] + moments
 
     def save(self, path: str) -> None:
         lamina.save(path, self.model, self.optimizer)
@@ -96,19 +101,19 @@ class Lamina(Way):
 
 
 class Dcp(Way):
-    def __init__(self, parameters: float) -> None:
+    def __init__(self, parameters: float, device: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        super().__init__(parameters)
-        mesh = init_device_mesh("cpu", (WORLD,))
+        super().__init__(parameters, device)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
     def own(self) -> list[Tensor]:
-        moments = [s[key]._local_tensor for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        moments = [s[key]._local_tensor for s in self.optimizer.state.values() for key in MOMENTS]
         return [p._local_tensor.detach() for p in self.model.parameters()] + moments
 
     def _state(self) -> dict[str, Any]:
@@ -139,15 +144,15 @@ class Dcp(Way):
 
 
 class Watcher:
-    """The largest growth of this process's anonymous memory while it runs."""
+    """The largest growth of the anonymous memory of processes, seen from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Sequence[int]) -> None:
         self.peak_bytes = 0
+        self._before = {pid: anonymous_bytes(pid) for pid in pids}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Watcher:
-        self._before = anonymous_bytes()
         self._thread.start()
         return self
 
@@ -156,58 +161,83 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.01):
-            self.peak_bytes = max(self.peak_bytes, anonymous_bytes() - self._before)
+        while not self._stop.wait(0.005):
+            for pid, before in self._before.items():
+                self.peak_bytes = max(self.peak_bytes, anonymous_bytes(pid) - before)
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes(pid: int) -> int:
     """Resident memory that no file stands behind."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    found = 0
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(("RssAnon:", "RssShmem:")):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status names no RssAnon")
+            found += int(line.split()[1]) * 1024
+    return found
 
 
-def serve(kind: str, rank: int, store: str, parameters: float, pipe: Any) -> None:
+@dataclass(frozen=True)
+class Setting:
+    """What all ranks of all ways are given."""
+
+    room: str
+    parameters: float
+    device: str
+    ranks: int
+
+
+def serve(kind: str, rank: int, setting: Setting, pipe: Any) -> None:
     """A rank: measure what it is asked for."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    is_cuda = setting.device == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+        init_method=f"file://{setting.room}/store-{kind}",
+        rank=rank,
+        world_size=setting.ranks,
+    )
     torch.manual_seed(0)
-    way: Way = {"lamina": Lamina, "dcp": Dcp}[kind](parameters)
+    way: Way = {"lamina": Lamina, "dcp": Dcp}[kind](setting.parameters, setting.device)
     way.step_once()
-    host = [tensor.clone() for tensor in way.own()]
-    pipe.send(sum(t.numel() * t.element_size() for t in host))
+    settle = torch.cuda.synchronize if is_cuda else lambda: None
+    host: list[Tensor] = []
+
+    def copy(path: str) -> None:
+        if not host:
+            host.extend(torch.zeros(t.shape, dtype=t.dtype, pin_memory=is_cuda) for t in way.own())
+        torch._foreach_copy_(host, way.own(), non_blocking=True)
+
+    acts = {"copy": copy, "save": way.save, "save_beside": way.save_beside, "load": way.load}
+    pipe.send(sum(t.numel() * t.element_size() for t in way.own()))
     while (asked := pipe.recv()) is not None:
         what, path = asked
+        settle()
         dist.barrier()
-        with Watcher() as watcher:
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            waiting = {
-                "copy": lambda path: torch._foreach_copy_(host, way.own()),
-                "save": way.save,
-                "save_beside": way.save_beside,
-                "load": way.load,
-            }[what](path)
-            took_s = time.perf_counter() - begin
-            if callable(waiting):
-                waiting()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        waiting = acts[what](path)
+        settle()
+        took_s = time.perf_counter() - begin
+        if callable(waiting):
+            waiting()
         whole_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
-        pipe.send({"s": took_s, "whole_s": whole_s, "cpu_s": cpu_s, "peak_bytes": watcher.peak_bytes})
+        pipe.send({"s": took_s, "whole_s": whole_s, "cpu_s": cpu_s})
     os._exit(0)
 
 
 class Ranks:
     """The processes of one way."""
 
-    def __init__(self, kind: str, room: str, parameters: float) -> None:
+    def __init__(self, kind: str, setting: Setting) -> None:
         context = multiprocessing.get_context("fork")
-        self.pipes = []
-        for rank in range(WORLD):
+        self.pipes, self.processes = [], []
+        for rank in range(setting.ranks):
             ours, theirs = context.Pipe()
-            arguments = (kind, rank, f"{room}/store-{kind}", parameters, theirs)
-            context.Process(target=serve, args=arguments, daemon=True).start()
+            process = context.Process(target=serve, args=(kind, rank, setting, theirs), daemon=True)
+            process.start()
             self.pipes.append(ours)
+            self.processes.append(process)
         self.state_bytes = sum(pipe.recv() for pipe in self.pipes)
 
     def ask(self, what: str, path: str) -> dict[str, float]:
@@ -216,35 +246,49 @@ class Ranks:
         answers = [pipe.recv() for pipe in self.pipes]
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
+    def peak_bytes(self, what: str, path: str) -> int:
+        """Of one call, the rank that grows most."""
+        with Watcher([process.pid for process in self.processes if process.pid is not None]) as watcher:
+            self.ask(what, path)
+        return watcher.peak_bytes
+
     def end(self) -> None:
-        for pipe in self.pipes:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.send(None)
+            process.join()
 
 
-def measure(room: str, parameters: float, rounds: int) -> dict[str, Any]:
-    ways = {kind: Ranks(kind, room, parameters) for kind in WAYS}
+def measure(setting: Setting, rounds: int) -> dict[str, Any]:
+    ways = {kind: Ranks(kind, setting) for kind in WAYS}
     seen: dict[str, dict[str, list[float]]] = {kind: {} for kind in WAYS}
     for number in range(rounds + 1):  # the first round warms up: buffers, groups, the page cache
         for kind, ranks in ways.items():
-            for what in ("copy", "save", "load", "save_beside"):
-                path = f"{room}/{kind}-{what if what != 'load' else 'save'}"
+            for what in ("save", "load", "copy", "save_beside"):
+                path = f"{setting.room}/{kind}-{what if what != 'load' else 'save'}"
                 if what.startswith("save"):
                     shutil.rmtree(path, ignore_errors=True)
-                os.sync()
+                if what != "save_beside":
+                    os.sync()
                 found = ranks.ask(what, path)
                 if number:
                     for key, value in found.items():
                         seen[kind].setdefault(f"{what}_{key}", []).append(value)
     for ranks in ways.values():
         ranks.end()
+    for by in seen.values():
+        by["blocked_per_copy"] = [a / b for a, b in zip(by["save_beside_s"], by["copy_s"], strict=True)]
+    for key in ("save", "load"):
+        pairs = zip(seen["lamina"][f"{key}_s"], seen["dcp"][f"{key}_s"], strict=True)
+        seen["lamina"][f"{key}_per_dcp"] = [a / b for a, b in pairs]
     table = {kind: {key: statistics.median(values) for key, values in by.items()} for kind, by in seen.items()}
     worst = {kind: {key: max(values) for key, values in by.items()} for kind, by in seen.items()}
-    return {"state_bytes": ways["lamina"].state_bytes, "rounds": rounds, "median": table, "largest": worst}
+    state_bytes = ways["lamina"].state_bytes
+    return {"state_bytes": state_bytes, "rounds": rounds, "median": table, "largest": worst}
 
 
 def show(found: dict[str, Any]) -> str:
     lamina_, dcp = found["median"]["lamina"], found["median"]["dcp"]
-    own = found["state_bytes"] / WORLD
+    own = found["state_bytes"] / found["ranks"]
     rows = [
         ("save, s", lamina_["save_s"], dcp["save_s"]),
         ("load, s", lamina_["load_s"], dcp["load_s"]),
@@ -262,22 +306,26 @@ def show(found: dict[str, Any]) -> str:
         f"state {found['state_bytes'] / 2**20:.0f} MiB, {own / 2**20:.0f} a rank; medians of {found['rounds']} rounds"
     ]
     lines += [f"| {name} | {a:.3f} | {b:.3f} | {a / b if b else float('nan'):.2f} |" for name, a, b in rows]
-    lines.append(f"blocked / copy {lamina_['save_beside_s'] / lamina_['copy_s']:.2f}")
+    lines.append(f"save / dcp.save, median of rounds {lamina_['save_per_dcp']:.2f}")
+    lines.append(f"load / dcp.load, median of rounds {lamina_['load_per_dcp']:.2f}")
+    lines.append(f"blocked / copy, median of rounds {lamina_['blocked_per_copy']:.2f}")
     lines.append(f"blocked / dcp.save {lamina_['save_beside_s'] / dcp['save_s']:.3f}")
     lines.append(f"blocked / blocked of dcp.async_save {lamina_['save_beside_s'] / dcp['save_beside_s']:.3f}")
     return "\n".join(lines)
 
 
-def first_memory(room: str, parameters: float) -> dict[str, dict[str, float]]:
+def first_memory(setting: Setting) -> dict[str, dict[str, float]]:
     """Host memory of the first call of each kind, each in processes of its own."""
     found: dict[str, dict[str, float]] = {}
     for kind in WAYS:
         for what in ("save", "load", "save_beside"):
-            Path(f"{room}/store-{kind}").unlink(missing_ok=True)
-            ranks = Ranks(kind, room, parameters)
-            path = f"{room}/{kind}-{'first' if what != 'save_beside' else 'beside'}"
-            found.setdefault(kind, {})[what] = ranks.ask(what, path)["peak_bytes"]
+            Path(f"{setting.room}/store-{kind}").unlink(missing_ok=True)
+            ranks = Ranks(kind, setting)
+            path = f"{setting.room}/{kind}-{'first' if what != 'save_beside' else 'beside'}"
+            found.setdefault(kind, {})[what] = ranks.peak_bytes(what, path)
             ranks.end()
+        for left in Path(setting.room).glob(f"{kind}-*"):
+            shutil.rmtree(left)
     return found
 
 
@@ -285,18 +333,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=16.8e6)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")
     parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--save", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     room = tempfile.mkdtemp(dir=options.folder)
+    setting = Setting(room, options.parameters, options.device, options.ranks)
     try:
-        memory = first_memory(room, options.parameters)
+        memory = first_memory(setting)
         for store in Path(room).glob("store-*"):
             store.unlink()
-        found = measure(room, options.parameters, options.rounds)
+        found = measure(setting, options.rounds)
     finally:
         shutil.rmtree(room)
-    found |= {"first_peak_bytes": memory, "torch": torch.__version__, "machine": platform.platform()}
+    found |= {"first_peak_bytes": memory, "ranks": options.ranks, "device": options.device}
+    found |= {"torch": torch.__version__, "machine": platform.platform(), "load_average": os.getloadavg()}
     print(show(found))
     if options.save is not None:
         options.save.parent.mkdir(exist_ok=True)

@@ -85,7 +85,7 @@ def begin_alike(
     while_doing: str,
     alike: dict[str, list[str]],
     further: Sequence[int] = (),
-) -> list[bool]:
+) -> Callable[[], list[bool]]:
     """One round for the usual case: nobody failed, and all ranks say the same. Collective.
 
     Args:
@@ -94,17 +94,23 @@ def begin_alike(
         further: numbers that may differ; as many on every rank where nobody failed.
 
     Returns:
-        for each of `further`, whether all ranks have it.
+        what waits for the others, raises what went wrong, and says for each of `further` whether all ranks have it.
+        Until it is called this rank may do something else, without any other exchange.
     """
     sums = [zlib.crc32("\n".join(lines).encode()) for lines in alike.values()]
-    known = [int(error is not None), *sums, zlib.crc32(repr(list(further)).encode())]
-    nobody_differs_in_failing, *same, same_further = same_everywhere(control, known)
-    if error is not None or not nobody_differs_in_failing:
-        settle(control, error, while_doing)
-    for equal, (what, lines) in zip(same, alike.items(), strict=True):
-        if not equal:
-            check_same_text(control, what, lines)
-    return [True] * len(further) if same_further else same_everywhere(control, further)
+    answer = control.begin_exchange([int(error is not None), *sums, zlib.crc32(repr(list(further)).encode())])
+
+    def finish() -> list[bool]:
+        rows = answer()
+        if any(row[0] for row in rows):
+            settle(control, error, while_doing)
+        *same, same_further = (len(set(column)) == 1 for column in list(zip(*rows, strict=True))[1:])
+        for equal, (what, lines) in zip(same, alike.items(), strict=True):
+            if not equal:
+                check_same_text(control, what, lines)
+        return [True] * len(further) if same_further else same_everywhere(control, further)
+
+    return finish
 
 
 def _told(error: Exception, while_doing: str) -> str:

@@ -13,15 +13,14 @@ import datetime
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lamina.checkpoint.datafile import as_bytes, slices
-from lamina.checkpoint.snapshot import Division
+from lamina.checkpoint.datafile import Item
+from lamina.checkpoint.host_copy import HostCopy
 from lamina.core.control import Control, Position
 from lamina.errors import CheckpointError, LaminaError
 from lamina.runtime.assemble import Runtime
@@ -32,47 +31,36 @@ PATIENCE = datetime.timedelta(days=1)  # with a slow disk of another rank
 class Work(Protocol):
     """What a thread is given to do with the staged data."""
 
-    def run(self, control: Control, chunks: Callable[[], Iterable[memoryview]]) -> None: ...
+    def run(self, control: Control) -> None: ...
 
 
 class Background:
     """The background saves of one model; at most one at a time."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._device = runtime.device
-        self._control = _own_control(runtime)
-        self._image = torch.empty(0, dtype=torch.uint8)  # 1D, what this rank writes
-        self._data_bytes = 0
+        self._control: Control | None = None  # made by the first save
+        self.own, self.common = HostCopy(runtime.device), HostCopy(runtime.device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def stage(self, division: Division) -> Division:
-        """Copy what the items of this rank's file hold now. Local."""
-        draft = division.draft
-        if self._image.numel() < draft.data_bytes:
-            self._image = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._image = torch.empty(draft.data_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        self._data_bytes = draft.data_bytes
-        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for item in draft.items:
-            place = draft.placed[item.key]
-            into, source = self._image[place.start_byte : place.stop_byte], as_bytes(item.values)
-            targets, sources = by_dtype.setdefault(place.dtype, ([], []))
-            targets.append(into.view(place.dtype))
-            sources.append(source.view(place.dtype))
-        for targets, sources in by_dtype.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return division
+    def stage(self, items: Sequence[Item]) -> list[Item]:
+        """Copies of this rank's parts of split tensors: whatever the others say, this rank writes them. Local."""
+        return self.own.take(items)
 
-    def start(self, work: Work) -> None:
-        """Write what was staged. Returns at once."""
+    def stage_common(self, items: Sequence[Item]) -> list[Item]:
+        """Copies of what else this rank writes: which of it, the ranks have agreed on. Local."""
+        return self.common.take(items)
+
+    def start(self, runtime: Runtime, work: Work) -> None:
+        """Write what was staged. Returns at once, except for the first time: that is collective."""
         assert self._thread is None, "the save before it was not waited for"
+        control = self._control = self._control or _own_control(runtime)
 
         def run() -> None:
             try:
-                work.run(self._control, lambda: slices(self._image[: self._data_bytes]))
+                self.own.wait()
+                self.common.wait()
+                work.run(control)
             except LaminaError as error:
                 self._error = error
             except BaseException as error:  # of Gloo, when a peer is gone
@@ -103,7 +91,6 @@ class Backgrounds:
         self._of: weakref.WeakKeyDictionary[nn.Module, Background] = weakref.WeakKeyDictionary()
 
     def of(self, model: nn.Module, runtime: Runtime) -> Background:
-        """Made at the first use, which is collective."""
         if model not in self._of:
             self._of[model] = Background(runtime)
         return self._of[model]

@@ -65,7 +65,7 @@ def load(
         BACKGROUND.finish(model)
         loading, error = attempt(lambda: Loading(path, runtime, model, optimizer, strict))
         arguments = [f"load({os.path.abspath(path)!r}, strict={bool(strict)}, optimizer={optimizer is not None})"]
-        begin_alike(control, error, what, {"arguments to load": arguments})
+        begin_alike(control, error, what, {"arguments to load": arguments})()
         assert loading is not None  # else all ranks have raised
         beside = together(control, loading.verify, what)
         together(control, lambda: loading.transfer(beside), f"{what} (the model is loaded in part)")

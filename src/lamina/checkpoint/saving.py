@@ -5,7 +5,7 @@ looks like a checkpoint when a rank dies. Here:
 
     take      look at model, optimizer, extra; local
     compare   the same thing on all ranks? which values are equal everywhere?
-    stage     `wait=False` only: one copy of what this rank writes
+    stage     `wait=False` only: one copy of what this rank writes; most of it while the ranks compare
     write     one file a rank, through a small buffer, until the disk has it
     publish   rank 0 writes the manifest and gives the folder its name
 
@@ -15,18 +15,18 @@ Between any two of these the ranks agree that all of them succeeded; the last th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lamina.checkpoint import folders
-from lamina.checkpoint.agreed import at_place, attempt, begin_alike, together
-from lamina.checkpoint.background import BACKGROUND
-from lamina.checkpoint.datafile import STAGING_BYTES, Written, stream, write_file
+from lamina.checkpoint.agreed import at_place, attempt, begin_alike, settle, together
+from lamina.checkpoint.background import BACKGROUND, Background
+from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, Written, stream, write_file
 from lamina.checkpoint.manifest import FileEntry, to_json
 from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
 from lamina.core.control import Control
@@ -68,17 +68,32 @@ def save(
         looked, error = attempt(lambda: Look.at(path, model, optimizer, extra))
         alike = {"arguments to save": [f"save({os.path.abspath(path)!r}, wait={bool(wait)})"]}
         alike["states to save"] = [] if looked is None else looked.lines
-        same = begin_alike(control, error, f"saving {path}", alike, () if looked is None else looked.sums)
-        assert looked is not None  # else all ranks have raised
-        target, snapshot = looked.target, looked.snapshot
+        agreed = begin_alike(control, error, f"saving {path}", alike, () if looked is None else looked.sums)
         if wait:
-            division = together(control, lambda: divide(snapshot, same), f"saving {path}")
+            same = agreed()
+            assert looked is not None  # else all ranks have raised
+            snapshot = looked.snapshot
+            division = together(control, lambda: divide(snapshot, same, snapshot.own_items()), f"saving {path}")
             staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")
-            Job(target, division).run(control, lambda: stream(division.draft.items, staging))
+            Job(looked.target, division, staging).run(control)
         else:
-            background = BACKGROUND.of(model, runtime)
-            division = together(control, lambda: background.stage(divide(snapshot, same)), f"copying for {path}")
-            background.start(Job(target, division))
+            _start_beside(BACKGROUND.of(model, runtime), looked, agreed)
+
+
+def _start_beside(background: Background, looked: Look | None, agreed: Callable[[], list[bool]]) -> None:
+    """What is this rank's in any case is copied while the ranks agree; a copy that fails is told in the background."""
+    own, failure = attempt(lambda: [] if looked is None else background.stage(looked.snapshot.own_items()))
+    same = agreed()
+    assert looked is not None  # else all ranks have raised
+    snapshot, division = looked.snapshot, None
+    if own is not None:
+        copies = own
+        division, failure = attempt(lambda: divide(snapshot, same, copies, background.stage_common))
+    if failure is not None:
+        background.start(snapshot.runtime, NotCopied(looked.target, failure))
+    else:
+        assert division is not None
+        background.start(snapshot.runtime, Job(looked.target, division, torch.empty(BLOCK_BYTES, dtype=torch.uint8)))
 
 
 @dataclass
@@ -107,14 +122,15 @@ class Job:
 
     target: Path
     division: Division
+    staging: Tensor  # 1D, bytes on the host
 
-    def run(self, control: Control, chunks: Callable[[], Iterable[memoryview]]) -> None:
+    def run(self, control: Control) -> None:
         """Write and publish. Collective over `control`; leaves nothing behind if it fails."""
         first = self.rank == 0
         what = f"saving {self.target}"
         try:
             together(control, lambda: folders.prepare(self.target) if first else None, what)
-            written = together(control, lambda: self._write(chunks()), what)
+            written = together(control, lambda: self._write(), what)
             rows = control.exchange([self.rank, written.size_bytes, written.header_crc32])
             files = [FileEntry(file_name(rank), size, f"{crc:08x}") for rank, size, crc in sorted(rows)]
             together(control, lambda: self._publish(files) if first else None, what)
@@ -127,8 +143,20 @@ class Job:
     def rank(self) -> int:
         return self.division.snapshot.runtime.mesh.rank
 
-    def _write(self, chunks: Iterable[memoryview]) -> Written:
-        return write_file(folders.partial(self.target) / file_name(self.rank), self.division.draft, chunks)
+    def _write(self) -> Written:
+        draft = self.division.draft
+        return write_file(folders.partial(self.target) / file_name(self.rank), draft, stream(draft.items, self.staging))
 
     def _publish(self, files: list[FileEntry]) -> None:
         folders.publish(self.target, to_json(describe(self.division, files)))
+
+
+@dataclass
+class NotCopied:
+    """In the place of a `Job`, on a rank that has nothing to write: the others learn it as they begin."""
+
+    target: Path
+    failure: Exception
+
+    def run(self, control: Control) -> None:
+        settle(control, self.failure, f"copying for {self.target}")

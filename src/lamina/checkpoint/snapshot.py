@@ -11,7 +11,7 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -84,6 +84,16 @@ class Snapshot:
                 beside = zlib.crc32(crc_of(tensor).to_bytes(4, "little"), beside)
         return [crc_of(whole.values) for whole in self.wholes + self.state_wholes] + [beside]
 
+    def own_items(self) -> list[Item]:
+        """This rank's parts of parameters and of the states that are split like them: nobody has to be asked."""
+        items: list[Item] = []
+        for h in self.held:
+            if h.written[0] < h.written[1]:
+                items.append(Item(parameter_key(h.name), h.part(h.local)))
+                states = {} if self.states is None else self.states.split.get(h.name, {})
+                items += [Item(state_key(key, h.name), h.part(values)) for key, values in states.items()]
+        return items
+
 
 @dataclass(frozen=True, eq=False)
 class Division:
@@ -109,16 +119,22 @@ def take(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | 
     return Snapshot(runtime, held, ties_of(runtime), wholes, states, beside, own)
 
 
-def divide(snapshot: Snapshot, same: Sequence[bool]) -> Division:
-    """Give every value its writers; `same` answers `snapshot.sums()`. Local, and the same on every rank."""
+def divide(
+    snapshot: Snapshot,
+    same: Sequence[bool],
+    own: Sequence[Item],
+    copy: Callable[[Sequence[Item]], Sequence[Item]] = tuple,
+) -> Division:
+    """Give every value its writers. Local, and the same on every rank.
+
+    Args:
+        same: answers `snapshot.sums()`.
+        own: `snapshot.own_items()`, or copies of them.
+        copy: is given what else this rank writes.
+    """
     rank, world = snapshot.runtime.mesh.rank, snapshot.runtime.mesh.world
     items: list[Item] = []
     texts: dict[str, str] = {}
-    for h in snapshot.held:
-        if h.written[0] < h.written[1]:
-            items.append(Item(parameter_key(h.name), h.part(h.local)))
-            for key, values in (snapshot.states.split.get(h.name, {}) if snapshot.states is not None else {}).items():
-                items.append(Item(state_key(key, h.name), h.part(values)))
     named = [Whole(buffer_key(w.name), w.values) for w in snapshot.wholes] + snapshot.state_wholes
     writers = spread([w.values.numel() * w.values.element_size() for w in named], world)
     files = {w.name: writer if equal else None for w, writer, equal in zip(named, writers, same[:-1], strict=True)}
@@ -126,7 +142,7 @@ def divide(snapshot: Snapshot, same: Sequence[bool]) -> Division:
     for what, encoded in {**(snapshot.beside if rank == 0 or not same[-1] else {}), "random": snapshot.random}.items():
         texts[what] = json.dumps(encoded.json)
         items += [Item(f"{what}/{i}", t.detach().contiguous(), flat=False) for i, t in enumerate(encoded.tensors)]
-    return Division(snapshot, lay_out(items, texts), files, "shared" if same[-1] else "per rank")
+    return Division(snapshot, lay_out((*own, *copy(items)), texts), files, "shared" if same[-1] else "per rank")
 
 
 def file_name(rank: int) -> str:

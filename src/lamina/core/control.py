@@ -143,25 +143,46 @@ class Control:
         Raises:
             Disagreement: ranks have met that want different things.
         """
+        return self.begin_exchange(values, about)()
+
+    def begin_exchange(self, values: Sequence[int], about: str = "") -> Callable[[], list[list[int]]]:
+        """`exchange` in two halves: up to `ROW_VALUES` values are on their way; the result, when called, waits."""
         self.exchanges += 1
         if self.group is None:
-            return [list(values)]
+            return lambda: [list(values)]
         heading = [zlib.crc32((about or self.about).encode()), len(values)]
-        rows: list[list[int]] = [[] for _ in range(self.world)]
-        for first in range(0, max(len(values), 1), ROW_VALUES):
-            part = values[first : first + ROW_VALUES]
-            mine = torch.tensor([*heading, *part, *[0] * (ROW_VALUES - len(part))], dtype=torch.int64)
-            found = self._gather_rows(mine).tolist()
-            if any(row[:2] != heading for row in found):
-                self._raise_parted()
-            for row, more in zip(rows, found, strict=True):
-                row += more[2 : 2 + len(part)]
-        return rows
+
+        def begin(part: Sequence[int]) -> Callable[[], Tensor]:
+            mine = [*heading, *part, *[0] * (ROW_VALUES - len(part))]
+            return self._begin_rows(torch.tensor(mine, dtype=torch.int64))
+
+        first = begin(values[:ROW_VALUES])
+
+        def finish() -> list[list[int]]:
+            rows: list[list[int]] = [[] for _ in range(self.world)]
+            for at in range(0, max(len(values), 1), ROW_VALUES):
+                part = values[at : at + ROW_VALUES]
+                found = (begin(part) if at else first)().tolist()
+                if any(row[:2] != heading for row in found):
+                    self._raise_parted()
+                for row, more in zip(rows, found, strict=True):
+                    row += more[2 : 2 + len(part)]
+            return rows
+
+        return finish
+
+    def _begin_rows(self, mine: Tensor) -> Callable[[], Tensor]:
+        everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
+        work = dist.all_gather_into_tensor(everyone, mine, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            self.wait(work)
+            return everyone.view(self.world, -1)
+
+        return finish
 
     def _gather_rows(self, mine: Tensor) -> Tensor:
-        everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
-        self.wait(dist.all_gather_into_tensor(everyone, mine, group=self.group, async_op=True))
-        return everyone.view(self.world, -1)
+        return self._begin_rows(mine)()
 
     def _raise_parted(self) -> NoReturn:
         """All ranks have seen that they are not at the same place: each says where it is."""

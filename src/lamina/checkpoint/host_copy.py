@@ -1,0 +1,81 @@
+"""Copies in host memory of what a save will write while training goes on.
+
+`torch.empty(..., pin_memory=True)` rounds what it takes up to a power of two, half as much again on average. Here
+ordinary memory is pinned in place: as much as is needed, allocated once and used again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lamina.checkpoint.datafile import Item, as_bytes
+
+ALIGNMENT_BYTES = 64  # of each copy: wide enough for any dtype, and a line of a core's cache
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+class HostCopy:
+    """One buffer, and the copies that lie in it until the next `take`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # 1D
+        self._sources: list[Tensor] = []  # alive until the device has read them
+        self._done: torch.cuda.Event | None = None
+
+    @property
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def take(self, items: Sequence[Item]) -> list[Item]:
+        """The items again, their values copied. Local; on a GPU the copies are queued behind what computes now.
+
+        They are not given a stream of their own: weights and buffers may be changed by anything that is queued next, so
+        that the device's next work has to come after them. The host does not wait; `wait` does.
+        """
+        ends = [0]
+        for item in items:
+            length_bytes = item.values.numel() * item.values.element_size()
+            ends.append(ends[-1] + -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        self._make_room(ends[-1])
+        copies, by_dtype = [], dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]()
+        for item, at in zip(items, ends[:-1], strict=True):
+            source = as_bytes(item.values)
+            into = self._buffer[at : at + source.numel()]
+            targets, sources = by_dtype.setdefault(item.values.dtype, ([], []))
+            targets.append(into.view(item.values.dtype))
+            sources.append(item.values.detach().reshape(-1))
+            copies.append(item._replace(values=targets[-1].view(item.values.shape)))
+        for targets, sources in by_dtype.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        if self._device.type == "cuda":
+            self._sources = [source for _, sources in by_dtype.values() for source in sources]
+            self._done = torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(self._device))
+        return copies
+
+    def wait(self) -> None:
+        """Until the copies are there; any thread may ask."""
+        if self._done is not None:
+            self._done.synchronize()
+            self._done, self._sources = None, []
+
+    def _make_room(self, length_bytes: int) -> None:
+        self.wait()
+        if self._buffer.numel() >= length_bytes:
+            return
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+        self._buffer = torch.empty(length_bytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            _pin(self._buffer)
+
+
+def _pin(buffer: Tensor) -> None:
+    """Where the system refuses to pin so much, copies are slower and right."""
+    cudart = torch.cuda.cudart()
+    if int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), _PORTABLE)) == 0:
+        weakref.finalize(buffer, cudart.cudaHostUnregister, buffer.data_ptr()).atexit = False
