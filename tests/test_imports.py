@@ -26,7 +26,7 @@ LAYERS = (
     {"transport"},
     {"runtime"},
     {"launch"},
-    {"optim", "checkpoint", "planner", "places"},
+    {"optim", "checkpoint", "planner"},
     {"trace"},
     {"train"},
     {"cli"},

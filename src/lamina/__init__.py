@@ -29,9 +29,9 @@ from lamina.errors import (
 from lamina.launch import launch
 from lamina.optim.capture import capture
 from lamina.optim.clip import clip_grad_norm_
-from lamina.places import adopt
 from lamina.planner.plan import plan
 from lamina.runtime.access import gathered, sync
+from lamina.runtime.adopting import adopt
 from lamina.runtime.api import shard
 from lamina.runtime.checks import check
 from lamina.runtime.deferred import deferred

@@ -15,10 +15,11 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lamina.core.shard_tensor import Shard
 from lamina.runtime.assemble import RUNTIMES
+from lamina.runtime.engine import Engine
 from lamina.runtime.unit import Unit
 
 
@@ -41,16 +42,18 @@ class Place:
         return self.unit.layout.params[self.position].name
 
 
-_PLACES: weakref.WeakKeyDictionary[nn.Module, dict[int, Place]] = weakref.WeakKeyDictionary()  # by id of the parameter
+# by id of the parameter; a model that takes parameters in later gets another engine
+_PLACES: weakref.WeakKeyDictionary[Engine, dict[int, Place]] = weakref.WeakKeyDictionary()
 
 
 def find_places(params: Iterable[Tensor]) -> list[Place | None]:
     """The place of each parameter; None where no sharded model owns it."""
     tables = []
-    for model, runtime in list(RUNTIMES.items()):
-        if model not in _PLACES:
-            _PLACES[model] = {id(unit.params[p.position]): p for unit in runtime.units for p in _places_of(unit)}
-        tables.append(_PLACES[model])
+    for runtime in list(RUNTIMES.values()):
+        engine = runtime.engine
+        if engine not in _PLACES:
+            _PLACES[engine] = {id(unit.params[p.position]): p for unit in runtime.units for p in _places_of(unit)}
+        tables.append(_PLACES[engine])
     ids = map(id, params)
     if len(tables) == 1:
         return list(map(tables[0].get, ids))

@@ -47,7 +47,9 @@ def check_same_text(control: Control, what: str, lines: Sequence[str]) -> None:
             )
 
 
-def check_start_weights(control: Control, names: Sequence[str], values: Sequence[Tensor]) -> None:
+def check_start_weights(
+    control: Control, names: Sequence[str], values: Sequence[Tensor], caller: str = "lamina.shard"
+) -> None:
     """All ranks hold the same values: compared by a checksum of their bits."""
     sums = [checksum(value) for value in values]
     rows = control.exchange(sums) if sums else []
@@ -56,10 +58,9 @@ def check_start_weights(control: Control, names: Sequence[str], values: Sequence
         if len(set(seen)) > 1:
             others = [rank for rank, value in enumerate(seen) if value != seen[0]]
             raise Disagreement(
-                f"`{name}` starts with other values on {name_ranks(others)} than on rank 0. Seed "
-                "every rank alike before "
-                "building the model (torch.manual_seed), load the same checkpoint everywhere, or type "
-                "lamina.shard(..., start='broadcast') to take rank 0's weights"
+                f"`{name}` starts with other values on {name_ranks(others)} than on rank 0. Seed every rank alike "
+                "before building the model (torch.manual_seed), load the same checkpoint everywhere, or type "
+                f"{caller}(..., start='broadcast') to take rank 0's weights"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from lamina.runtime.copies import attach
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import check_sources, materialise_buffers
+from lamina.runtime.newcomers import parameters_beside
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
 from lamina.runtime.publishing import are_peers_worth_it, open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
@@ -110,7 +111,7 @@ def shard(
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
     records += materialise_buffers(model, device, seed)
-    _move_buffers(model, device)
+    move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
     engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen.wire, peers)
     _wrap_forwards(model, built, chosen, recompute, compile)
@@ -131,6 +132,7 @@ def shard(
         records,
         hooks,
         tuple(entry_points),
+        parameters_beside(model, built),
     )
     attach(RUNTIMES[model])
     return model
@@ -206,22 +208,26 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
 
 
+def widen(modules: Iterable[tuple[str, nn.Module]], precision: Precision) -> None:
+    """Let modules whose own parameters are all kept compute in a wide dtype."""
+    for prefix, module in modules if precision.compute is not None else ():
+        names = [f"{prefix}.{n}" if prefix else n for n in module._parameters if module._parameters[n] is not None]
+        if names and all(is_kept(name, precision) for name in names):
+            wrap_kept_module(module, wide_dtype(module, precision))
+
+
 def _wrap_forwards(
     model: nn.Module, units: Sequence[Unit], precision: Precision, recompute: str | int, compile: bool
 ) -> None:
     """Innermost first: wide modules, compiled forwards, recomputation."""
-    if precision.compute is not None:
-        for prefix, module in model.named_modules():
-            names = [f"{prefix}.{n}" if prefix else n for n in module._parameters if module._parameters[n] is not None]
-            if names and all(is_kept(name, precision) for name in names):
-                wrap_kept_module(module, wide_dtype(module, precision))
+    widen(model.named_modules(), precision)
     modules = dict(model.named_modules())
     blocks = [modules[name] for unit in units if unit.plan.is_block for name in unit.plan.modules]
     if compile:

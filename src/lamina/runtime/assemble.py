@@ -58,6 +58,9 @@ class Runtime:
     records: tuple[InitRecord, ...]
     hooks: dict[str, ModuleHooks]  # by qualified module name
     entry_points: tuple[str, ...]
+    ignored: tuple[nn.Parameter, ...] = ()  # parameters that `shard()` was told to leave alone
+    adopted: tuple[Unit, ...] = ()  # units that `adopt()` has made: their slots lie in an arena of their own
+    adopted_arena: Tensor | None = None  # uint8
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +112,7 @@ def draw_blueprint(
         layouts.append(lay_out(plan.name, specs, own.factors.optimizer))
         meshes.append(own)
         plain.append(not own.factors.uses_shards and all(s.compute is s.master for s in specs))
-    encloses = tuple(_encloses(plan, plans) for plan in plans)
+    encloses = tuple(encloses_another(plan, plans) for plan in plans)
     demands = [
         Demand(plan.title, layout.buffer_bytes, resident=e or not m.factors.shards_parameters)
         for plan, layout, m, e, is_plain in zip(plans, layouts, meshes, encloses, plain, strict=True)
@@ -146,7 +149,7 @@ def replicate_mesh(mesh: DataMesh) -> DataMesh:
     )
 
 
-def _encloses(plan: UnitPlan, plans: Sequence[UnitPlan]) -> bool:
+def encloses_another(plan: UnitPlan, plans: Sequence[UnitPlan]) -> bool:
     """Whether its window holds another unit's: one of its modules is an ancestor of the other's."""
     others = [m for other in plans if other is not plan for m in other.modules]
     return any(name == "" or any(inner.startswith(name + ".") for inner in others) for name in (plan.modules or ("",)))

@@ -18,7 +18,7 @@ from lamina.core.control import Control
 from lamina.errors import StateError
 from lamina.runtime.assemble import RUNTIMES, Runtime, build_engine, build_units_of_copy, place_slots, register_hooks
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
-from lamina.runtime.newcomers import Newcomers
+from lamina.runtime.newcomers import Newcomers, parameters_beside
 from lamina.runtime.publishing import open_peers
 
 
@@ -83,7 +83,16 @@ def revive(model: nn.Module, old: Runtime) -> None:
         model.__dict__.pop(name, None)
         add_entry_point(hooks[""], model, name)
     RUNTIMES[model] = replace(
-        old, model=weakref.ref(model), control=control, engine=engine, units=units, arena=arena, hooks=hooks
+        old,
+        model=weakref.ref(model),
+        control=control,
+        engine=engine,
+        units=units,
+        arena=arena,
+        hooks=hooks,
+        ignored=parameters_beside(model, units),
+        adopted=(),  # in the copy, all lie in one arena
+        adopted_arena=None,
     )
     attach(RUNTIMES[model])
 
@@ -93,8 +102,14 @@ def attach(runtime: Runtime) -> None:
     model = runtime.model()
     if model is not None:
         runtime.control.follow(model)
-        if runtime.mesh.world > 1:
-            runtime.engine.newcomers = Newcomers(model, runtime.units)
+    let_hooks_know(runtime)
+
+
+def let_hooks_know(runtime: Runtime) -> None:
+    """Of the units and the runtime that there are now."""
+    model = runtime.model()
+    if model is not None and runtime.mesh.world > 1:
+        runtime.engine.newcomers = Newcomers(model, runtime.units)
     for hooks in runtime.hooks.values():
         hooks.copy = lambda memo, runtime=runtime: copied_hooks(runtime, memo)
 

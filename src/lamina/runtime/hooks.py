@@ -50,6 +50,7 @@ class ModuleHooks:
         self.frames: list[Frame] = []
         self.copy: Callable[[dict[int, Any]], Any] | None = None  # what stands for them in a copied model
         self.title = type(module).__name__
+        self.module = weakref.ref(module)
         self._register(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

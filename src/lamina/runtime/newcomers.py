@@ -62,6 +62,21 @@ class Newcomers:
             if param.requires_grad:
                 raise ParameterChanged(
                     f"`{name}` requires a gradient but belongs to no unit: it was added or replaced after "
-                    "lamina.shard(), or ignored there, and its gradient would not be averaged over ranks. Build it "
-                    f"before lamina.shard(), or type `model.get_parameter({name!r}).requires_grad_(False)`"
+                    "lamina.shard(), or ignored there, and its gradient would not be averaged over ranks. Type "
+                    f"`lamina.adopt(model, {module_expression(name.rpartition('.')[0])})` on every rank once it is "
+                    f"there, or `model.get_parameter({name!r}).requires_grad_(False)`"
                 )
+
+
+def parameters_beside(model: nn.Module, units: Sequence[Unit]) -> tuple[nn.Parameter, ...]:
+    """The parameters of a model that lie in no unit."""
+    owned = {id(param) for unit in units for param in unit.params}
+    return tuple(param for param in model.parameters() if id(param) not in owned)
+
+
+def module_expression(name: str) -> str:
+    """What a user types for a module of `model` with that name."""
+    if not name:
+        return "model"
+    plain = all(part.isidentifier() for part in name.split("."))
+    return f"model.{name}" if plain else f"model.get_submodule({name!r})"

@@ -70,7 +70,7 @@ def report(model: nn.Module) -> Report:
     memory = {
         "masters": sum(m.nbytes for unit in runtime.units for m in unit.masters),
         "gradients": sum(g.untyped_storage().nbytes() for unit in runtime.units for g in unit.gradients.ranges),
-        "slots": runtime.arena.nbytes,
+        "slots": runtime.arena.nbytes + (0 if runtime.adopted_arena is None else runtime.adopted_arena.nbytes),
         "published": sum(p.nbytes for unit in runtime.units for p in unit.published),
         "overflow": sum(s.buffer.untyped_storage().nbytes() for unit in runtime.units for s in unit.overflow),
         "reduction": engine.reducer.buffer_bytes,

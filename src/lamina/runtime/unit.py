@@ -137,7 +137,7 @@ class Unit:
         if not factors.uses_shards:
             if not self.plain:
                 COPIED[param] = self.dirty
-            if param.data_ptr() != local.data_ptr():
+            if param.data_ptr() != local.data_ptr() or param.dtype is not local.dtype:  # empty ones have no address
                 give_memory(param, local.view(spec.shape))
             return
         group = self.mesh.shard_group
@@ -147,6 +147,27 @@ class Unit:
             spec.name, torch.Size(spec.shape), ranges, group.place, group.pg, outer, larger, self.dirty
         )
         convert_(param, local, shard_spec)
+
+    # ---- a model that was changed around it ---------------------------------------------------------------------
+
+    def stand_at(self, plan: UnitPlan, layout: UnitLayout, entries: Sequence[Entry]) -> None:
+        """The same parameters under other names, in other modules. No use is open."""
+        self.plan, self.layout, self.gradients.layout = plan, layout, layout
+        self.name, self.entries = plan.name or "root", list(entries)
+        self.module_windows = windows_of(entries, self.params)
+        for slot in self.slots:
+            slot.layout = layout
+        for slot in self._shown:
+            self._shown[slot] = [window.fulls(slot.fulls) for window in self.module_windows]
+        for param, spec in zip(self.params, layout.params, strict=True):
+            if isinstance(param, Shard) and param.spec.name != spec.name:
+                param.spec = replace(param.spec, name=spec.name, geometry=param.spec.geometry)
+
+    def leave_slots(self) -> None:
+        """It is given another place. Nothing reads the old one any more."""
+        self.slot, self.overflow = None, []
+        self._shown.clear()
+        self._followed.clear()
 
     # ---- exchange ----------------------------------------------------------------------------------------------
 

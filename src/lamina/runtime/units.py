@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -97,8 +97,8 @@ def plan_units(
         openings = [Opening((choice.module,), choice.is_block) for choice in choose_units(graph, dealt, entry_points)]
     else:
         openings = _explicit(graph, units, set(dealt))
-        add_source_edges(graph, _inside(graph, openings), entry_points)
-    return _deal(graph, openings, dealt, replicated)
+        add_source_edges(graph, inside_units(graph, openings), entry_points)
+    return deal(graph, openings, dealt, replicated)
 
 
 def check_units(model: nn.Module, plans: Sequence[UnitPlan], ignore: Sequence[str] = ()) -> None:
@@ -115,8 +115,8 @@ def check_units(model: nn.Module, plans: Sequence[UnitPlan], ignore: Sequence[st
         assert plan.replicated or all(has_forward(graph.modules[name]) or name == "" for name in plan.modules)
 
 
-def _deal(
-    graph: ModuleGraph, openings: Sequence[Opening], dealt: Sequence[str], replicated: set[str]
+def deal(
+    graph: ModuleGraph, openings: Sequence[Opening], dealt: Sequence[str], replicated: Set[str] = frozenset()
 ) -> tuple[UnitPlan, ...]:
     """Give every parameter to the innermost unit that is open at all its uses."""
     order = {name: index for index, name in enumerate(graph.modules)}
@@ -130,14 +130,14 @@ def _deal(
         mine = tuple(name for name in dealt if owner_of[name] == number)
         if mine:
             name = "+".join(opening.modules)
-            plans.append(UnitPlan(name, opening.modules, mine, _aliases(graph, mine), opening.is_block))
+            plans.append(UnitPlan(name, opening.modules, mine, aliases_of(graph, mine), opening.is_block))
     if replicated:
         mine = tuple(name for name in graph.parameters if name in replicated)
-        plans.append(UnitPlan("replicated", ("",), mine, _aliases(graph, mine), False, replicated=True))
+        plans.append(UnitPlan("replicated", ("",), mine, aliases_of(graph, mine), False, replicated=True))
     return tuple(plans)
 
 
-def _aliases(graph: ModuleGraph, parameters: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def aliases_of(graph: ModuleGraph, parameters: Iterable[str]) -> tuple[tuple[str, str], ...]:
     mine = set(parameters)
     return tuple((slot, owner) for slot, owner in graph.slots.items() if owner in mine)
 
@@ -205,7 +205,7 @@ def _matches(graph: ModuleGraph, item: UnitItem, dealt: set[str]) -> list[str]:
             f"units: got {item!r} of type {type(item).__name__}, wanted a module class, a name or pattern, a module, "
             "or a list of these; type for example units=['layers.*']"
         )
-    usable = [name for name in found if _can_open(graph, name) and dealt.intersection(graph.inside(name))]
+    usable = [name for name in found if can_open(graph, name) and dealt.intersection(graph.inside(name))]
     if isinstance(item, str):
         usable = [name for name in usable if not any(within(name, other) for other in usable)]
     if usable:
@@ -227,7 +227,7 @@ def _opener(graph: ModuleGraph, name: str, dealt: set[str]) -> str:
             f"units: `{shown}` is a {type(module).__name__} without a forward, so nothing would open its unit; "
             f"name what it holds: units=['{name}.*']"
         )
-    if name and not _can_open(graph, name):
+    if name and not can_open(graph, name):
         raise UnitError(
             f"units: `{shown}` lies inside a module that reads its weights without calling it; name that module instead"
         )
@@ -236,14 +236,14 @@ def _opener(graph: ModuleGraph, name: str, dealt: set[str]) -> str:
     return name
 
 
-def _can_open(graph: ModuleGraph, name: str) -> bool:
+def can_open(graph: ModuleGraph, name: str) -> bool:
     """Whether the module's forward runs whenever its weights are used."""
     above = name.split(".")[:-1]
     inside_atom = any(is_atom(graph.modules[".".join(above[:end])]) for end in range(1, len(above) + 1))
     return has_forward(graph.modules[name]) and not inside_atom and not (name and is_atom(graph.modules[""]))
 
 
-def _inside(graph: ModuleGraph, openings: Sequence[Opening]) -> set[str]:
+def inside_units(graph: ModuleGraph, openings: Sequence[Opening]) -> set[str]:
     """Modules strictly inside a unit that holds no other unit: what they read is open by then."""
     opening_names = [name for opening in openings for name in opening.modules]
     innermost = {name for name in opening_names if not any(within(other, name) for other in opening_names)}
