@@ -10,6 +10,7 @@
     ├── Disagreement        (RuntimeError)         ranks that ask for different things
     ├── TransportError      (RuntimeError)         bytes that cannot be moved here
     ├── CheckpointError     (RuntimeError)         a checkpoint that cannot be written, is damaged, or does not fit
+    ├── OutOfMemory         (RuntimeError)         memory ran out in a step, and what would fit
     ├── LaunchError         (RuntimeError)         a launched rank that failed
     └── NotBuilt            (NotImplementedError)  a name of the public API whose part is still to come
 
@@ -76,6 +77,12 @@ class TransportError(LaminaError, RuntimeError):
 
 class CheckpointError(LaminaError, RuntimeError):
     """A checkpoint that cannot be written, is damaged or incomplete, or does not fit the model."""
+
+
+class OutOfMemory(LaminaError, RuntimeError):
+    """Memory ran out in a step of `lamina train`; the message says where, and which changes fit."""
+
+    code = "LAM-M"
 
 
 class LaunchError(LaminaError, RuntimeError):

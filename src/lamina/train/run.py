@@ -38,6 +38,7 @@ from lamina.train.loggers import Opener, find_logger
 from lamina.train.loop import Training
 from lamina.train.lora import read_rank
 from lamina.train.memory import device_memory_bytes, memory_table
+from lamina.train.out_of_memory import explained
 from lamina.train.pretrained import Pretrained
 from lamina.train.resolve import Machine
 from lamina.train.sampling import sample
@@ -107,7 +108,8 @@ def _run(request: Request, view: View, machine: Machine) -> str:
                 f"{training.step * 2}"
             )
     before = "" if found is not None else _sample(job)
-    finished = training.run()
+    with explained(training, request.relayed):
+        finished = training.run()
     view.close()
     training.draw()
     if not finished:
