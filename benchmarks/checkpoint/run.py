@@ -64,6 +64,10 @@ class Way:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """A new one, without states: as a job has it that starts again."""
+        raise NotImplementedError
+
     def own(self) -> list[Tensor]:
         """What this rank holds, parameters and moments."""
         raise NotImplementedError
@@ -83,7 +87,10 @@ class Lamina(Way):
     def __init__(self, parameters: float, device: str) -> None:
         super().__init__(parameters, device)
         lamina.shard(self.model, "zero3", start="trust")
-        self.optimizer = lamina.optim.AdamW(self.model.parameters())
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return lamina.optim.AdamW(self.model.parameters())
 
     def own(self) -> list[Tensor]:
         moments = [getattr(s[key], "local", s[key]) for s in self.optimizer.state.values() for key in MOMENTS]
@@ -110,7 +117,10 @@ class Dcp(Way):
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.optimizer = self.make_optimizer()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), fused=True)
 
     def own(self) -> list[Tensor]:
         moments = [s[key]._local_tensor for s in self.optimizer.state.values() for key in MOMENTS]
@@ -209,10 +219,12 @@ def serve(kind: str, rank: int, setting: Setting, pipe: Any) -> None:
             host.extend(torch.zeros(t.shape, dtype=t.dtype, pin_memory=is_cuda) for t in way.own())
         torch._foreach_copy_(host, way.own(), non_blocking=True)
 
-    acts = {"copy": copy, "save": way.save, "save_beside": way.save_beside, "load": way.load}
+    acts = {"copy": copy, "save": way.save, "save_beside": way.save_beside, "load": way.load, "restart": way.load}
     pipe.send(sum(t.numel() * t.element_size() for t in way.own()))
     while (asked := pipe.recv()) is not None:
         what, path = asked
+        if what == "restart":
+            way.optimizer = way.make_optimizer()
         settle()
         dist.barrier()
         begin, cpu_begin = time.perf_counter(), time.process_time()
@@ -263,8 +275,8 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
     seen: dict[str, dict[str, list[float]]] = {kind: {} for kind in WAYS}
     for number in range(rounds + 1):  # the first round warms up: buffers, groups, the page cache
         for kind, ranks in ways.items():
-            for what in ("save", "load", "copy", "save_beside"):
-                path = f"{setting.room}/{kind}-{what if what != 'load' else 'save'}"
+            for what in ("save", "load", "restart", "copy", "save_beside"):
+                path = f"{setting.room}/{kind}-{'save' if what in ('load', 'restart') else what}"
                 if what.startswith("save"):
                     shutil.rmtree(path, ignore_errors=True)
                 if what != "save_beside":
@@ -277,7 +289,7 @@ def measure(setting: Setting, rounds: int) -> dict[str, Any]:
         ranks.end()
     for by in seen.values():
         by["blocked_per_copy"] = [a / b for a, b in zip(by["save_beside_s"], by["copy_s"], strict=True)]
-    for key in ("save", "load"):
+    for key in ("save", "load", "restart"):
         pairs = zip(seen["lamina"][f"{key}_s"], seen["dcp"][f"{key}_s"], strict=True)
         seen["lamina"][f"{key}_per_dcp"] = [a / b for a, b in pairs]
     table = {kind: {key: statistics.median(values) for key, values in by.items()} for kind, by in seen.items()}
@@ -292,8 +304,10 @@ def show(found: dict[str, Any]) -> str:
     rows = [
         ("save, s", lamina_["save_s"], dcp["save_s"]),
         ("load, s", lamina_["load_s"], dcp["load_s"]),
+        ("load into a new optimizer, s", lamina_["restart_s"], dcp["restart_s"]),
         ("save, s of CPU time", lamina_["save_cpu_s"], dcp["save_cpu_s"]),
         ("load, s of CPU time", lamina_["load_cpu_s"], dcp["load_cpu_s"]),
+        ("load into a new optimizer, s of CPU time", lamina_["restart_cpu_s"], dcp["restart_cpu_s"]),
         ("blocked by a save beside training, s", lamina_["save_beside_s"], dcp["save_beside_s"]),
         ("that save until it is complete, s", lamina_["save_beside_whole_s"], dcp["save_beside_whole_s"]),
         ("a plain copy of the rank's state, s", lamina_["copy_s"], dcp["copy_s"]),
@@ -308,6 +322,7 @@ def show(found: dict[str, Any]) -> str:
     lines += [f"| {name} | {a:.3f} | {b:.3f} | {a / b if b else float('nan'):.2f} |" for name, a, b in rows]
     lines.append(f"save / dcp.save, median of rounds {lamina_['save_per_dcp']:.2f}")
     lines.append(f"load / dcp.load, median of rounds {lamina_['load_per_dcp']:.2f}")
+    lines.append(f"load into a new optimizer / dcp's, median of rounds {lamina_['restart_per_dcp']:.2f}")
     lines.append(f"blocked / copy, median of rounds {lamina_['blocked_per_copy']:.2f}")
     lines.append(f"blocked / dcp.save {lamina_['save_beside_s'] / dcp['save_s']:.3f}")
     lines.append(f"blocked / blocked of dcp.async_save {lamina_['save_beside_s'] / dcp['save_beside_s']:.3f}")

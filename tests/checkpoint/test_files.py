@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import lamina
 from lamina.checkpoint import folders
-from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, DataFile, Item, lay_out, slices, stream, write_file
+from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, DataFile, Item, lay_out, stream, write_file
 from lamina.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -190,21 +190,16 @@ def tensors() -> dict[str, torch.Tensor]:
     return made
 
 
-def write(path: Path, values: dict[str, torch.Tensor], staged: bool) -> Any:
+def write(path: Path, values: dict[str, torch.Tensor], staging_bytes: int = STAGING_BYTES) -> Any:
     draft = lay_out([Item(key, value, flat=False) for key, value in values.items()], {"extra": "ä"})
-    staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
-    chunks = list(map(bytes, stream(draft.items, staging)))
-    if staged:  # the way of `wait=False`: the data in one piece
-        image = torch.frombuffer(bytearray(b"".join(chunks)), dtype=torch.uint8)
-        return write_file(path, draft, slices(image))
-    return write_file(path, draft, (memoryview(chunk) for chunk in chunks))
+    return write_file(path, draft, stream(draft.items, torch.empty(staging_bytes, dtype=torch.uint8)))
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_data_files_are_safetensors_and_read_by_ranges(tmp_path: Path, staged: bool) -> None:
+@pytest.mark.parametrize("staging_bytes", [STAGING_BYTES, BLOCK_BYTES])
+def test_data_files_are_safetensors_and_read_by_ranges(tmp_path: Path, staging_bytes: int) -> None:
     values, staging = tensors(), torch.empty(STAGING_BYTES, dtype=torch.uint8)
     path = tmp_path / "f.safetensors"
-    written = write(path, values, staged)
+    written = write(path, values, staging_bytes)
     assert written.size_bytes == path.stat().st_size
     theirs = load_file(path)
     assert theirs.keys() == values.keys()
@@ -218,26 +213,38 @@ def test_data_files_are_safetensors_and_read_by_ranges(tmp_path: Path, staged: b
         file.read("big", start, into, staging)
         assert torch.equal(into, values["big"][start : start + 1000].double())
     assert torch.equal(file.tensor("big", staging), values["big"])
+    for threads in (1, 3):
+        file = DataFile(path, written.size_bytes, f"{written.header_crc32:08x}", threads)
+        for start, numel in ((0, values["big"].numel()), (77, 3 * BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES), (5, 0)):
+            for dtype in (torch.float32, torch.float64):
+                made = torch.empty(numel, dtype=dtype)
+                file.read_checked("big", start, made, staging)
+                assert torch.equal(made, values["big"][start : start + numel].to(dtype))
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     values, staging = tensors(), torch.empty(STAGING_BYTES, dtype=torch.uint8)
     path = tmp_path / "f.safetensors"
-    written = write(path, values, False)
+    written = write(path, values)
     size, crc = written.size_bytes, f"{written.header_crc32:08x}"
 
-    def read_all() -> None:
-        file = DataFile(path, size, crc)
+    def read_all(threads: int = 3, at_once: bool = True) -> None:
+        file = DataFile(path, size, crc, threads)
         for key, place in file.placed.items():
-            file.check(key, 0, torch.Size(place.shape).numel(), staging)
+            numel = torch.Size(place.shape).numel()
+            if at_once:
+                file.read_checked(key, 0, torch.empty(numel, dtype=place.dtype), staging)
+            else:
+                file.check(key, 0, numel, staging)
 
     read_all()
     for at in (0, 9, 200, size - 1, size // 2, size - BLOCK_BYTES - 1):
         data = bytearray(path.read_bytes())
         data[at] ^= 4
         path.write_bytes(data)
-        with pytest.raises(lamina.CheckpointError, match=str(path)):
-            read_all()
+        for threads, at_once in ((1, False), (3, False), (1, True), (3, True)):
+            with pytest.raises(lamina.CheckpointError, match=str(path)):
+                read_all(threads, at_once)
         data[at] ^= 4
         path.write_bytes(data)
     for length in (0, 5, 100, size - 1):
@@ -253,7 +260,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
 def test_only_blocks_that_are_needed_are_verified(tmp_path: Path) -> None:
     staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
     path = tmp_path / "f.safetensors"
-    write(path, {"big": torch.arange(BLOCK_BYTES)}, False)  # 8 blocks
+    write(path, {"big": torch.arange(BLOCK_BYTES)})  # 8 blocks
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

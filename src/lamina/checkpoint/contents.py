@@ -8,7 +8,6 @@ and factors, which every rank knows, so nobody asks anybody.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lamina.checkpoint.checksums import crc32
 from lamina.checkpoint.datafile import as_bytes, view_of
 from lamina.checkpoint.manifest import Piece
 from lamina.core.layout import ParamSpec, Segment
@@ -158,7 +158,7 @@ def module_states(model: nn.Module) -> dict[str, Any]:
 
 
 def crc_of(tensor: Tensor) -> int:
-    return zlib.crc32(view_of(as_bytes(tensor.detach().contiguous().cpu())))
+    return crc32(view_of(as_bytes(tensor.detach().contiguous().cpu())))
 
 
 def spread(sizes_bytes: Sequence[int], world: int) -> list[int]:

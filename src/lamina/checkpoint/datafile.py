@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lamina.checkpoint.checksums import BlockSums, crc32, for_each
 from lamina.errors import CheckpointError, UsageError
 
 BLOCK_BYTES = 1 << 20  # has a checksum of its own
@@ -146,7 +146,7 @@ def write_file(path: Path, draft: Draft, chunks: Iterable[memoryview]) -> Writte
     header_numel = len(draft.header())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        sums = BlockSums()
+        sums = BlockSums(BLOCK_BYTES)
         at = header_numel
         for chunk in chunks:
             for start in range(
@@ -162,28 +162,7 @@ def write_file(path: Path, draft: Draft, chunks: Iterable[memoryview]) -> Writte
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(at, zlib.crc32(header))
-
-
-class BlockSums:
-    """CRC-32 of each block of a stream that comes in chunks of any length."""
-
-    def __init__(self) -> None:
-        self._whole: list[int] = []
-        self._crc, self._filled_bytes = 0, 0
-
-    def add(self, chunk: memoryview) -> None:
-        while chunk:
-            part = chunk[: BLOCK_BYTES - self._filled_bytes]
-            self._crc = zlib.crc32(part, self._crc)
-            self._filled_bytes += len(part)
-            if self._filled_bytes == BLOCK_BYTES:
-                self._whole.append(self._crc)
-                self._crc, self._filled_bytes = 0, 0
-            chunk = chunk[len(part) :]
-
-    def finish(self) -> list[int]:
-        return self._whole + ([self._crc] if self._filled_bytes else [])
+    return Written(at, crc32(header))
 
 
 def write_at(descriptor: int, data: memoryview, at: int) -> None:
@@ -234,10 +213,13 @@ class DataFile:
     Args:
         path: the file.
         size_bytes, header_crc32: what a manifest says of it; None: the file is of another origin.
+        threads: how many compare checksums.
     """
 
-    def __init__(self, path: Path, size_bytes: int | None = None, header_crc32: str | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, size_bytes: int | None = None, header_crc32: str | None = None, threads: int = 1
+    ) -> None:
+        self.path, self._threads = path, threads
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -267,7 +249,7 @@ class DataFile:
                 f"{self.path} is cut off: it has {actual_bytes} bytes and no whole header. {_ANOTHER}"
             )
         text = os.pread(self._descriptor, length, 8)
-        crc = f"{zlib.crc32(beginning + text):08x}"
+        crc = f"{crc32(beginning + text):08x}"
         if header_crc32 is not None and crc != header_crc32:
             raise CheckpointError(
                 f"the header of {self.path} is damaged: its checksum is {crc}, not {header_crc32}. {_ANOTHER}"
@@ -312,20 +294,30 @@ class DataFile:
 
     def _verify(self, start_byte: int, stop_byte: int, staging: Tensor) -> None:
         """Block by block: one fits into a core's cache, so that it is fetched from memory once."""
-        view, length = view_of(staging), self._block_bytes
-        for block in range(start_byte // length, min(-(-stop_byte // length), len(self._crcs))):
-            if self._verified[block]:
-                continue
-            at = block * length
-            data = view[: min(length, self._data_bytes - at)]
-            self.read_bytes(at, data)
-            if zlib.crc32(data) != self._crcs[block]:
-                at += self._data_at
-                raise CheckpointError(
-                    f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they "
-                    f"were written. {_ANOTHER}"
-                )
-            self._verified[block] = 1
+        blocks = [block for block in self._blocks(start_byte, stop_byte) if not self._verified[block]]
+        rooms = self._rooms(staging)
+        for_each(blocks, lambda block, thread: self._read_block(block, rooms[thread]), len(rooms))
+
+    def _blocks(self, start_byte: int, stop_byte: int) -> range:
+        return range(start_byte // self._block_bytes, min(-(-stop_byte // self._block_bytes), len(self._crcs)))
+
+    def _rooms(self, staging: Tensor) -> list[Tensor]:
+        """A place for one block for each thread."""
+        length = self._block_bytes
+        return [staging[i * length : (i + 1) * length] for i in range(min(self._threads, staging.numel() // length))]
+
+    def _read_block(self, block: int, into: Tensor) -> None:
+        """The whole block, compared with its checksum."""
+        at = block * self._block_bytes
+        data = view_of(into)[: self._data_bytes - at]
+        self.read_bytes(at, data)
+        if crc32(data) != self._crcs[block]:
+            at += self._data_at
+            raise CheckpointError(
+                f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they "
+                f"were written. {_ANOTHER}"
+            )
+        self._verified[block] = 1
 
     def read_bytes(self, at: int, into: memoryview) -> None:
         """Fill `into` from byte `at` of the data."""
@@ -349,6 +341,31 @@ class DataFile:
             data = staging[: part.numel() * stored.itemsize]
             self.read_bytes(place.start_byte + (start + at) * stored.itemsize, view_of(data))
             part.copy_(data.view(stored))
+
+    def read_checked(self, key: str, start: int, into: Tensor, staging: Tensor) -> None:
+        """`check` and `read` in one pass: for memory that nobody has yet, and nobody gets if a checksum is wrong."""
+        place, stored = self.place(key), self.place(key).dtype
+        begin = place.start_byte + start * stored.itemsize
+        end, rooms = begin + into.numel() * stored.itemsize, self._rooms(staging)
+        is_plain = into.dtype is stored and into.device.type == "cpu" and into.is_contiguous()
+        if not is_plain:  # a copy must keep to the stream of the thread that asks
+            rooms = rooms[:1]
+        if not self._crcs or not into.numel():
+            self.check(key, start, start + into.numel(), staging)
+            self.read(key, start, into, staging)
+            return
+
+        def act(block: int, thread: int) -> None:
+            at = block * self._block_bytes
+            a, b = max(begin, at), min(end, at + self._block_bytes)
+            part = into[(a - begin) // stored.itemsize : (b - begin) // stored.itemsize]
+            if is_plain and b - a == min(self._block_bytes, self._data_bytes - at):
+                self._read_block(block, as_bytes(part))
+            else:
+                self._read_block(block, rooms[thread])
+                part.copy_(rooms[thread][a - at : b - at].view(stored))
+
+        for_each(self._blocks(begin, end), act, len(rooms))
 
     def tensor(self, key: str, staging: Tensor) -> Tensor:
         """A whole stored tensor, verified."""

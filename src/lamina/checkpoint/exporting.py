@@ -11,7 +11,6 @@ import copy
 import fnmatch
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from lamina.checkpoint import folders
 from lamina.checkpoint.agreed import at_place, together
 from lamina.checkpoint.background import BACKGROUND
+from lamina.checkpoint.checksums import crc32
 from lamina.checkpoint.contents import held_by, spread, ties_of, whole_tensors
 from lamina.checkpoint.datafile import (
     STAGING_BYTES,
@@ -219,7 +219,7 @@ def _write(target: Path, files: Sequence[ExportedFile]) -> dict[str, int]:
                 sums[tensor.name] = crc = 0
                 for chunk in _chunks(tensor, staging):
                     write_at(descriptor, chunk, at)
-                    at, crc = at + len(chunk), zlib.crc32(chunk, crc)
+                    at, crc = at + len(chunk), crc32(chunk, crc)
                 sums[tensor.name] = crc
             os.fsync(descriptor)
         finally:
@@ -257,7 +257,7 @@ def _read_back(target: Path, files: Sequence[ExportedFile], sums: dict[str, int]
             for at in range(begin, end, STAGING_BYTES):
                 data = view_of(staging)[: min(STAGING_BYTES, end - at)]
                 opened.read_bytes(at, data)
-                crc = zlib.crc32(data, crc)
+                crc = crc32(data, crc)
             if crc != sums[tensor.name]:
                 raise CheckpointError(f"{path}: `{tensor.name}` reads back otherwise than it was written")
 

@@ -9,7 +9,8 @@ keys that do not fit are found on some ranks, or while values are being overwrit
     transfer  read it again, into masters, buffers and optimizer states
 
 After each, the ranks agree. Until `transfer` nothing has been changed. What is read twice comes from the page cache the
-second time, unless a rank's part is larger than that; a copy of the part in memory is never made.
+second time, unless a rank's part is larger than that; a copy of the part in memory is never made. States of an
+optimizer that has none yet, two thirds of a restart, are read once: nobody has their memory before `transfer`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Loading:
     ) -> None:
         self.runtime, self.model = runtime, model
         self.rank, self.world = runtime.mesh.rank, runtime.mesh.world
-        self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
+        self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")
         self.skipped: list[str] = []
         wanted = Wanted.of(runtime, model)
         self.source: Source = open_source(Path(path), self.rank, self.world, wanted.hints(model, optimizer))
@@ -144,9 +145,14 @@ class Loading:
         self.skipped.append(text)
 
     def verify(self) -> dict[str, Any]:
-        """Everything that can be found wrong is found here; returns what was saved beside the model."""
+        """Everything that can be found wrong is found here; returns what was saved beside the model.
+
+        Optimizer states that are made anew are read on the way.
+        """
         transfers = self.matched.transfers + [copy for _, _, copy in self.matched.copies]
         self.source.verify(transfers + ([] if self.plan is None else self.plan.transfers), self.staging)
+        if self.plan is not None and self.plan.fresh:
+            self.source.fill(self.plan.fresh, self.staging)
         check_copies(self.source, self.matched, self.staging)
         return self.source.beside(self.rank, self.world, self.staging)
 

@@ -29,7 +29,8 @@ class OptimizerPlan:
     optimizer: torch.optim.Optimizer
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of the parameter
     groups: list[dict[str, Any]] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)  # into memory that the optimizer has
+    fresh: list[Transfer] = field(default_factory=list)  # into memory that was made for it, and is not given to it yet
     differences: Differences = field(default_factory=Differences)
 
     def hand_over(self) -> None:
@@ -112,13 +113,15 @@ def _state(plan: OptimizerPlan, source: Source, param: Tensor, stored_name: str,
         made[key] = _split_place(stored, before.get(key), param, key, held)
         into = made[key].local if isinstance(made[key], Shard) else made[key].view(-1)
         start = held.owned[0] if held is not None else 0
-        plan.transfers.append(Transfer(stored, start, into))
+        known = plan.transfers if made[key] is before.get(key) else plan.fresh
+        known.append(Transfer(stored, start, into))
     for key in entry.whole:
         stored = source.state(stored_name, key)
         old = before.get(key)
         fits = type(old) is Tensor and tuple(old.shape) == stored.shape and old.is_contiguous()
         made[key] = old if fits else torch.empty(stored.shape, dtype=stored.dtype, device=param.device)
-        plan.transfers.append(Transfer(stored, 0, made[key].view(-1)))
+        known = plan.transfers if made[key] is old else plan.fresh
+        known.append(Transfer(stored, 0, made[key].view(-1)))
     made.update({key: decode(value) for key, value in entry.values.items()})
     return made
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lamina.checkpoint import folders
+from lamina.checkpoint.checksums import threads_for
 from lamina.checkpoint.datafile import DataFile
 from lamina.checkpoint.manifest import (
     Manifest,
@@ -120,6 +121,11 @@ class Source:
             for piece, at, into in transfer.parts():
                 self.file(piece.file).check(piece.key, at, at + into.numel(), staging)
 
+    def fill(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
+        """Both at once, for places that nobody looks at if this raises."""
+        self.verify(transfers, staging)
+        self.transfer(transfers, staging)
+
     def transfer(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
         """Copy what is wanted into its place."""
         for transfer in transfers:
@@ -132,6 +138,7 @@ class LaminaSource(Source):
 
     def __init__(self, where: Path, rank: int = 0, world: int = 0) -> None:
         self.where, self._files = where, {}
+        self._threads = threads_for(world)
         self.manifest: Manifest = folders.read_manifest(where)
         # what differs over ranks: each its own where there are as many as before, else the first one's
         self._own = rank if world == self.manifest.world else 0
@@ -160,7 +167,14 @@ class LaminaSource(Source):
 
     def open_file(self, number: int) -> DataFile:
         entry = self.manifest.files[number]
-        return DataFile(self.where / entry.name, entry.size_bytes, entry.header_crc32)
+        return DataFile(self.where / entry.name, entry.size_bytes, entry.header_crc32, self._threads)
+
+    def fill(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
+        for transfer in transfers:
+            for piece, at, into in transfer.parts():
+                file = self.file(piece.file)
+                assert isinstance(file, DataFile)
+                file.read_checked(piece.key, at, into, staging)
 
     def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
         shared = self.file(0 if self.manifest.extra == "shared" else self._own)
