@@ -56,7 +56,10 @@ class Background:
         assert self._thread is None, "the save before it was not waited for"
         control = self._control = self._control or _own_control(runtime)
 
+        returned = threading.Event()  # else the thread, once it has the interpreter, keeps it for a while
+
         def run() -> None:
+            returned.wait()
             try:
                 self.own.wait()
                 self.common.wait()
@@ -72,6 +75,7 @@ class Background:
         self._thread = threading.Thread(target=run, name="lamina-save", daemon=True)
         RUNNING.append(self)
         self._thread.start()
+        returned.set()
 
     def finish(self) -> None:
         """Wait until nothing is being written; raise what went wrong, once."""

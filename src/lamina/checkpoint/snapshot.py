@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -149,8 +150,19 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def _own_version() -> str:
+    try:
+        return version("lamina")
+    except PackageNotFoundError:  # run from a source tree
+        return str(sys.modules["lamina"].__version__)  # type: ignore[attr-defined]
+
+
 def versions() -> dict[str, str]:
-    return {"lamina": version("lamina"), "torch": torch.__version__}
+    try:
+        own = version("lamina")
+    except PackageNotFoundError:  # its sources lie on the path, it was not installed
+        own = "unknown"
+    return {"lamina": own, "torch": torch.__version__}
 
 
 def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
