@@ -226,3 +226,45 @@ def mixed_unit() -> float:
 
 def test_narrow_and_wide_parameters_in_one_unit() -> None:
     assert max(run_ranks(2, mixed_unit)) <= 2e-2
+
+
+class NarrowNorm(nn.Module):
+    """A norm that is frozen, in part or whole, between trained layers; all came in 16 bits."""
+
+    def __init__(self, frozen: tuple[str, ...]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        nn.init.normal_(self.norm.weight)
+        for name in frozen:
+            self.norm.get_parameter(name).requires_grad_(False)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x))) + self.nothing.sum()
+
+
+def frozen_norms(strategy: str) -> float:
+    """Largest difference of gradients from the same by hand, for a norm frozen in all ways."""
+    worst, x = 0.0, torch.randn(3, WIDTH).bfloat16()
+    for frozen in ((), ("weight",), ("weight", "bias")):
+        torch.manual_seed(0)
+        plain = NarrowNorm(frozen)
+        model = lamina.shard(copy.deepcopy(plain), strategy, units=["first", "last"], precision="bf16")
+        plain.norm.float()
+        inner = plain.norm.forward
+        plain.norm.forward = lambda x, inner=inner: inner(x.float()).bfloat16()  # type: ignore[method-assign]
+        plain(x).float().pow(2).mean().backward()
+        model(x).float().pow(2).mean().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.dtype is (torch.float32 if p.requires_grad else torch.bfloat16)
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None and q.grad is not None and p.numel():
+                full = p.grad.full() if isinstance(p.grad, lamina.Shard) else p.grad
+                worst = max(worst, (full - q.grad.float()).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "zero3"), (2, "zero3"), (2, "ddp")])
+def test_norms_that_came_narrow_compute_wide_frozen_or_not(world: int, strategy: str) -> None:
+    assert max(run_ranks(world, frozen_norms, strategy)) <= 1e-6

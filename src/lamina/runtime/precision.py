@@ -27,8 +27,8 @@ class Precision:
 
     Args:
         compute: dtype of forward and backward; None: each parameter's own.
-        keep: names or patterns of parameters that compute in their master dtype all the same; their modules get wide
-            inputs, and their outputs are cast back.
+        keep: names or patterns of parameters that compute in the wide dtype all the same, frozen ones too; their
+            modules get wide inputs, and their outputs are cast back.
         output: dtype of the model's floating outputs; None: as they come.
         wire: dtype in which gradients travel; None: the dtype they are computed in (sums are in the master's dtype).
         master: dtype of what the optimizer updates; wider parameters keep their own.
@@ -62,9 +62,11 @@ def spec_of(name: str, param: nn.Parameter, precision: Precision) -> ParamSpec:
         if param.requires_grad:
             master = torch.promote_types(dtype, precision.master) if dtype.itemsize < 8 else dtype
         if precision.compute is not None:
-            compute = master if is_kept(name, precision) else precision.compute
-            if not param.requires_grad and compute.itemsize > dtype.itemsize:
-                compute = dtype if not is_kept(name, precision) else master
+            compute = precision.compute
+            if is_kept(name, precision):  # wide also where it is frozen and came narrow: its module computes so
+                compute = dtype if dtype.itemsize == 1 else torch.promote_types(dtype, precision.master)
+            elif not param.requires_grad and compute.itemsize > dtype.itemsize:
+                compute = dtype
     return ParamSpec(name, tuple(param.shape), compute, master, param.requires_grad)
 
 
