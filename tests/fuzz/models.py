@@ -104,7 +104,7 @@ class Counting(Layer):
         self.register_buffer("scale", torch.full((WIDTH,), 0.9))
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
-        return self.linear(x) * self.scale
+        return self.linear(x) * self.scale.to(x.dtype)
 
 
 class Recurrent(Layer):
@@ -131,7 +131,23 @@ class Mixed(Layer):
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         turned = (x.to(torch.complex128) @ self.phase.t()) @ self.phase.conj()
-        return torch.tanh(turned.real + x @ self.base.to(x.dtype) / 20 + self.gain * self.coarse.to(x.dtype))
+        read = x @ self.base.to(x.dtype) / 20 + self.gain * self.coarse.to(x.dtype)
+        return torch.tanh(turned.real.to(x.dtype) + read)
+
+
+class Coarse(Layer):
+    """Trainable matrices of 16 and of 32 bits, beside one of the model's dtype."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.narrow, self.middle, self.own = (nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3) for _ in range(3))
+
+    def keep_dtypes(self) -> None:
+        self.narrow.data, self.middle.data = self.narrow.data.bfloat16(), self.middle.data.float()
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        parts = [(x.to(weight.dtype) @ weight).to(x.dtype) for weight in (self.narrow, self.middle, self.own)]
+        return torch.tanh(torch.stack(parts).sum(0))
 
 
 class Chain(Layer):
@@ -179,6 +195,18 @@ class Recomputed(Layer):
         return checkpoint(self.layer, x, rank, use_reentrant=self.reentrant)
 
 
+class Cut(Layer):
+    """Some ranks let no gradient pass: nothing before it is trained by them."""
+
+    def __init__(self, layer: Layer, remainder: int) -> None:
+        super().__init__()
+        self.layer, self.remainder = layer, remainder
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.layer(x, rank)
+        return x.detach() if rank % 3 == self.remainder else x
+
+
 class Reads(Layer):
     """The parent reads the weight of a child, beside calling it or instead."""
 
@@ -213,7 +241,7 @@ class Outputs(nn.Module):
         return {"main": x, "side": (self.side(x), None), "unused": x * 2}
 
 
-LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent, Mixed)
+LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent, Mixed, Coarse)
 
 
 class Maker:
@@ -251,7 +279,7 @@ class RandomModel(nn.Module):
     So every rank's loss needs gradients: which backwards there are must agree over ranks.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(seed)
         draw = random.Random(seed)
@@ -273,11 +301,15 @@ class RandomModel(nn.Module):
         if draw.random() < 0.15 and self.head.weight is not self.first.weight:
             self.first.requires_grad_(False)
             maker.features.add("frozen first")
+        if draw.random() < 0.15:
+            place = draw.randrange(len(self.blocks))
+            self.blocks[place] = Cut(self.blocks[place], draw.randrange(3))
+            maker.features.add("Cut")
         self.gain = nn.Parameter(torch.tensor(1.2))  # always trains: every rank's loss has a gradient
         self.features = frozenset(maker.features)
-        self.double()
+        self._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         for module in self.modules():
-            if isinstance(module, Mixed):
+            if isinstance(module, (Mixed, Coarse)):
                 module.keep_dtypes()
 
     def forward(self, x: Tensor, rank: int) -> Tensor:

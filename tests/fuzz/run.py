@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch.distributed as dist
+
 import harness
 from fuzz.models import RandomModel
-from fuzz.play import Outcome, draw_case, play_all
+from fuzz.play import Outcome, case_of, play_all
 
 BATCH = 40  # seeds a call, over all worlds
 START_S, SEED_S = 25.0, 3.0  # time limit of a call: a seed takes 0.1 s on a quiet machine
@@ -56,6 +58,21 @@ def _one_by_one(seeds: Sequence[int], until_wrong: bool) -> list[tuple[int, str,
     return found
 
 
+def _run_here(seeds: Sequence[int]) -> list[tuple[int, str, Outcome | None]]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found: list[tuple[int, str, Outcome | None]] = []
+    for seed in seeds:
+        if world_of(seed) == 1:
+            try:
+                (outcome,) = play_all([seed])
+            except Exception as problem:
+                found.append((seed, f"rank 0: {type(problem).__name__}: {problem}", None))
+            else:
+                found.append((seed, _wrong([outcome]), outcome))
+    return found
+
+
 def _wrong(outcomes: Sequence[Outcome]) -> str:
     return "; ".join(f"rank {r}: {o.worst:.2e} in {o.where}" for r, o in enumerate(outcomes) if not o.is_right)
 
@@ -65,22 +82,29 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:100")
     parser.add_argument("--show", action="store_true", help="describe every case")
     parser.add_argument("--until-wrong", action="store_true", help="end soon after the first seed that is not right")
+    parser.add_argument("--here", action="store_true", help="only jobs of one rank, in this process: for a debugger")
     options = parser.parse_args()
     first, _, stop = options.seeds.partition(":")
     seeds = range(int(first), int(stop or int(first) + 1))
     began, wrong, done, features = time.monotonic(), 0, 0, Counter[str]()
+    worst: dict[str, float] = defaultdict(float)
     size = BATCH // 4 if options.until_wrong else BATCH
     for at in range(0, len(seeds), size):
-        for seed, problem, outcome in run_seeds(seeds[at : at + size], options.until_wrong):
+        some = seeds[at : at + size]
+        for seed, problem, outcome in _run_here(some) if options.here else run_seeds(some, options.until_wrong):
             if outcome is not None:
                 features.update(outcome.features)
+                kind = f"{outcome.case.precision} (within {outcome.tolerance:g})"
+                worst[kind] = max(worst[kind], outcome.worst)
             if problem or options.show:
-                print(f"seed {seed}: {problem or 'right'}\n    {draw_case(seed, world_of(seed))}", flush=True)
+                print(f"seed {seed}: {problem or 'right'}\n    {case_of(seed, world_of(seed))}", flush=True)
                 print(f"    {sorted(RandomModel(seed).features)}", flush=True)
             wrong, done = wrong + bool(problem), done + 1
+        print(f"{done} seeds so far", flush=True)
         if options.until_wrong and wrong:
             break
     print(f"{done} seeds in {time.monotonic() - began:.0f} s: {wrong} wrong")
+    print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in sorted(worst.items())))
     print("features: " + ", ".join(f"{name} {count}" for name, count in sorted(features.items())))
     harness.shutdown()
     sys.exit(1 if wrong else 0)

@@ -1,0 +1,209 @@
+"""What a random job is, but for its model: layout, precision, optimizer, what happens in and between the steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import lamina
+from fuzz.models import RandomModel
+
+STEPS = 3
+NAMES = ("zero3", "zero3", "zero3", "zero2", "zero1", "ddp")
+TRIPLES = {
+    2: [(1, 2, 2), (2, 2, 2), (1, 1, 2)],
+    3: [(3, 3, 3), (1, 3, 3)],
+    4: [(2, 2, 4), (2, 4, 4), (1, 2, 4), (2, 2, 2), (1, 2, 2)],
+}
+ACTS = ("evaluate", "infer", "edit", "toggle", "load", "fail", "replicas", "scale", "nothing", "nothing")
+
+Grid = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and names of the axes
+BOTH, TURNED = ("replicate", "shard"), ("shard", "replicate")
+GRIDS: dict[int, list[Grid]] = {
+    1: [((1,), ("shard",)), ((1, 1), BOTH)],
+    2: [((2,), ("shard",)), ((2, 1), BOTH), ((1, 2), BOTH), ((1, 2), TURNED), ((2, 1), ("other", "shard"))],
+    3: [((3,), ("replicate",)), ((3, 1), BOTH), ((1, 3), TURNED)],
+    4: [
+        ((4,), ("shard",)),
+        ((2, 2), BOTH),
+        ((2, 2), TURNED),
+        ((2, 2), ("other", "shard")),
+        ((2, 2), ("shard", "other")),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A `precision=`, the dtype that the model comes in, and how near the result must be to the same sums by hand."""
+
+    given: Any
+    born: torch.dtype
+    tolerance: float
+
+    @property
+    def precision(self) -> lamina.Precision:
+        if self.given is None:
+            return lamina.Precision(keep=(), master=torch.float32)
+        return self.given if isinstance(self.given, lamina.Precision) else lamina.Precision(compute=torch.bfloat16)
+
+
+def _scheme(born: torch.dtype, tolerance: float, **options: Any) -> Scheme:
+    return Scheme(lamina.Precision(master=torch.float64, **options), born, tolerance)
+
+
+# By hand, all is rounded where lamina rounds it. What differs is the order, and the dtype, in which several uses of a
+# parameter and several micro-batches are summed before they travel: one rounding, of 16 bits where these compute or
+# travel. Jobs without such sums are near in all schemes.
+NEAR = 1e-6
+USED_TWICE = frozenset({"Twice", "Reads", "Recomputed", "Detached", "tied head", "tied blocks"})
+SCHEMES = {
+    "own": Scheme(None, torch.float64, 1e-10),
+    "own, wide masters": _scheme(torch.float64, 1e-2, keep=()),  # of parameters narrower than the model
+    "born in fp32": _scheme(torch.float32, 1e-6, keep=()),
+    "fp32": _scheme(torch.float64, 1e-6, compute=torch.float32),
+    "bf16": _scheme(torch.float64, 1e-2, compute=torch.bfloat16),
+    "bf16, wide wire": _scheme(torch.float64, 1e-2, compute=torch.bfloat16, wire=torch.float32),
+    "fp32, narrow wire": _scheme(torch.float64, 1e-2, compute=torch.float32, wire=torch.bfloat16),
+    "bf16, fp32 masters": Scheme("bf16", torch.float32, 1e-2),
+    "born in bf16": Scheme("bf16", torch.bfloat16, 1e-2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything about a job but its model."""
+
+    seed: int
+    world: int  # ranks that share data
+    grid: Grid | None
+    strategy: Any
+    precision: str
+    transport: str
+    slots: int
+    units: str
+    replicate: tuple[str, ...]
+    ignores: bool
+    recompute: Any
+    debug: bool
+    hooks: str  # "" | "before" or "after" the model was sharded
+    optimizer: str
+    clip: float | None
+    clip_by: str
+    accumulation: str
+    micro_batches: int
+    forwards: int  # before one backward
+    keeps: bool
+    zeroes: bool  # zero_grad(set_to_none=False)
+    late: int | None  # the rank that is late in every forward
+    acts: tuple[tuple[str, ...], ...]  # before each step
+
+    @property
+    def features(self) -> frozenset[str]:
+        shown = ("strategy", "precision", "transport", "units", "recompute", "optimizer", "accumulation")
+        found = {f"{name}={getattr(self, name)}" for name in shown} | {
+            f"act {act}" for acts in self.acts for act in acts
+        }
+        found |= {f"hooks {self.hooks}"} if self.hooks else set()
+        found |= {f"mesh {self.grid}"} if self.grid else set()
+        found |= {name for name in ("debug", "keeps", "zeroes", "replicate", "ignores") if getattr(self, name)}
+        found |= {name for name, drawn in (("clipping", self.clip), ("late", self.late is not None)) if drawn}
+        return frozenset(found | ({"two forwards"} if self.forwards > 1 else set()))
+
+    @property
+    def scheme(self) -> Scheme:
+        return SCHEMES[self.precision]
+
+    def tolerance(self, layers: frozenset[str]) -> float:
+        """How large a difference may be, with a model of these layers."""
+        sums = self.forwards > 1 or self.accumulation != "none" or bool(layers & USED_TWICE)
+        return self.scheme.tolerance if sums else min(self.scheme.tolerance, NEAR)
+
+    def __str__(self) -> str:
+        return "  ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def draw_case(seed: int, ranks: int, has_coarse: bool = False) -> Case:
+    draw = random.Random(f"case {seed}")
+    grid = draw.choice(GRIDS[ranks]) if draw.random() < 0.35 else None
+    world = ranks if grid is None else _data_ranks(grid)
+    names = [*NAMES, "hsdp", "hsdp", "hsdp"] if grid and set(grid[1]) == set(BOTH) else NAMES
+    strategy = draw.choice(names if world == 1 or draw.random() < 0.6 else TRIPLES[world])
+    if grid == ((2, 2), TURNED):  # torch numbers a group's ranks in order: all other strategies are refused by name
+        strategy = "hsdp"
+    precision = "own" if draw.random() < 0.6 else draw.choice(list(SCHEMES))
+    accumulation = draw.choice(["none", "none", "twice", "each", "defer"])
+    return Case(
+        seed=seed,
+        world=world,
+        grid=grid,
+        strategy=strategy,
+        precision="own, wide masters" if precision == "own" and has_coarse else precision,
+        transport=draw.choice(["c10d", "c10d", "peer"]),
+        slots=draw.choice([1, 2, 3, 3, 9]),
+        units=draw.choice(["auto", "blocks", "layers", "groups", "pattern", "classes"]),
+        replicate=draw.choice([("*bias",), ("first.*", "gain")]) if draw.random() < 0.15 else (),
+        ignores=precision == "own" and draw.random() < 0.3,
+        recompute=draw.choice(["none", "none", "full", "selective", 2]),
+        debug=draw.random() < 0.3,
+        hooks=draw.choice(["before", "after"]) if draw.random() < 0.3 else "",
+        optimizer=draw.choice(["adamw", "foreach", "sgd", "flat", "flat"]),
+        clip=draw.choice([None, 2.0, 2.0, 1.0, float("inf")]),
+        clip_by=draw.choice(["torch", "lamina"]),
+        accumulation=accumulation,
+        micro_batches=1 if accumulation == "none" else draw.choice([2, 3]),
+        forwards=draw.choice([1, 1, 1, 2]),
+        keeps=draw.random() < 0.1,
+        zeroes=draw.random() < 0.3,
+        late=draw.randrange(world) if world > 1 and draw.random() < 0.2 else None,
+        acts=tuple(tuple(draw.choice(ACTS) for _ in range(draw.choice([1, 1, 2]))) for _ in range(STEPS)),
+    )
+
+
+def _data_ranks(grid: Grid) -> int:
+    ranks = 1
+    for size, name in zip(*grid, strict=True):
+        ranks *= 1 if name == "other" else size
+    return ranks
+
+
+def place_on(grid: Grid | None, rank: int) -> tuple[DeviceMesh | None, int]:
+    """The mesh, and this rank's number among those it shares data with."""
+    if grid is None:
+        return None, rank
+    mesh = init_device_mesh("cpu", grid[0], mesh_dim_names=grid[1])
+    coordinate, number = mesh.get_coordinate(), 0
+    assert coordinate is not None
+    for size, name, at in zip(*grid, coordinate, strict=True):
+        number = number if name == "other" else number * size + at
+    return mesh, number
+
+
+def units_of(case: Case, model: RandomModel) -> Any:
+    if case.units == "auto":
+        return "auto"
+    if case.units == "layers":  # the innermost ones with parameters of their own, nested ones included
+        chosen = [m for m in model.blocks.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+        return chosen or "auto"
+    if case.units == "pattern":
+        return ["blocks.*"]
+    blocks = [block for block in model.blocks if any(True for _ in block.parameters())]
+    kinds = tuple(sorted({type(block) for block in model.blocks}, key=lambda kind: kind.__name__))
+    inner = [module for block in model.blocks for module in block.modules() if module is not block]
+    if case.units == "classes" and not any(isinstance(module, kinds) for module in inner):
+        return list(kinds)
+    if case.units == "groups":
+        return [list(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
+    return list(blocks)
+
+
+def ignored_of(case: Case, model: RandomModel) -> list[str]:
+    """Frozen matrices of low-rank adapters, and the first layer where it is frozen."""
+    if not case.ignores:
+        return []
+    names = [name for name, p in model.named_parameters() if not p.requires_grad]
+    return [name for name in names if ".base." in name or name.startswith("first.")]
