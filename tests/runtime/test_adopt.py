@@ -6,8 +6,11 @@ the optimizer that was there goes on, and gets a group for what is new.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
 from harness import run_ranks
-from parity.models import HIDDEN, UNITS, VOCABULARY, WIDTH, Block, LanguageModel
+from lamina.runtime.assemble import RUNTIMES
+from parity.models import HIDDEN, UNITS, VOCABULARY, WIDTH, Block, LanguageModel, language_batch
 from parity.reference import TOLERANCE, gradient_deviation, language_loss_of, parameter_deviation
 
 
@@ -81,10 +85,10 @@ def add_block(model: nn.Module) -> None:
     model.blocks[0].norm.requires_grad_(False)
 
 
-def grow_twice(model: nn.Module) -> None:
-    """Called a second time, adds to what it has added."""
+def wrap_anew(model: nn.Module) -> None:
+    """Called a second time, replaces what it has added."""
     block = model.blocks[1]
-    block.up = LowRank(block.up.base_layer if isinstance(block.up, LowRank) else block.up)
+    block.up = LowRank(block.up.base_layer if isinstance(block.up, LowRank) else block.up).double()
 
 
 CHANGES = {f.__name__: f for f in (freeze_and_wrap, wrap_everywhere, replace_head, add_block)}
@@ -145,30 +149,267 @@ def train(plain: Job, job: Job, steps: range) -> float:
     return worst
 
 
-def run(name: str, ways: list[Way]) -> dict[str, float]:
+def run(change: str, ways: list[Way]) -> dict[str, float]:
     found = {}
     for way in ways:
         plain, job = Job(None), Job(way)
         worst = train(plain, job, range(2))
         for each in (plain, job):
-            each.change(CHANGES[name])
+            each.change(CHANGES[change])
         worst = max(worst, train(plain, job, range(2, 5)))
         lamina.check(job.model)
-        found[f"{name} {way}"] = worst
+        found[f"{change} {way}"] = worst
     return found
 
 
-TWO = [Way("zero3", slots=1), Way("zero3", "peer", optimizer="lamina"), Way("zero1"), Way("ddp"), Way("zero2", "peer")]
+WAYS = [Way("zero3", slots=1), Way("zero1"), Way("zero3", "peer", optimizer="lamina"), Way("ddp"), Way("zero2", "peer")]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_adopted_parameters_train_as_in_one_process(name: str) -> None:
-    for found in run_ranks(2, run, name, TWO):
+@pytest.mark.parametrize(
+    ("change", "ways"),
+    [
+        ("freeze_and_wrap", WAYS),
+        ("wrap_everywhere", WAYS[:3]),
+        ("replace_head", WAYS[1:4]),
+        ("add_block", [WAYS[0], WAYS[2]]),
+    ],
+)
+def test_adopted_parameters_train_as_in_one_process(change: str, ways: list[Way]) -> None:
+    for found in run_ranks(2, run, change, ways):
         assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("name", ["freeze_and_wrap", "wrap_everywhere"])
-def test_on_four_ranks_and_on_one(name: str) -> None:
+def test_on_four_ranks_and_on_one() -> None:
     ways = [Way("zero3", optimizer="lamina"), Way("hsdp", "peer")]
-    assert max(value for found in run_ranks(4, run, name, ways) for value in found.values()) <= TOLERANCE
-    assert max(run(name, [Way("zero3")]).values()) <= TOLERANCE
+    assert max(value for found in run_ranks(4, run, "freeze_and_wrap", ways) for value in found.values()) <= TOLERANCE
+    assert max(run("wrap_everywhere", [Way("zero3")]).values()) <= TOLERANCE
+
+
+def grow() -> None:
+    """Gradients that wait for the optimizer stay; units come, are dropped and come again; a copy goes its own way."""
+    rank = dist.get_rank()
+    plain, job = Job(None), Job(Way("zero3", "peer", optimizer="lamina"))
+    model, worst = job.model, train(plain, job, range(1))
+    for other in range(2):
+        (language_loss_of(plain.model, 1, other, 0) / 2).backward()
+    language_loss_of(model, 1, rank, 0).backward()
+    for each in (plain, job):
+        each.change(wrap_anew)
+        each.end_step()
+    worst = max(worst, train(plain, job, range(2, 4)))
+    rounds = RUNTIMES[model].engine.lockstep.rounds
+    worst = max(worst, train(plain, job, range(4, 5)))
+    assert RUNTIMES[model].engine.lockstep.rounds == rounds, "programs were agreed on once"
+    for change in (wrap_anew, add_block):
+        for each in (plain, job):
+            each.change(change)
+        worst = max(worst, train(plain, job, range(5, 7)))
+    assert worst <= TOLERANCE
+    units = ["root", "embedding", "blocks.0", "blocks.1", "blocks.1+added", "blocks.2", "blocks.3", "head"]
+    assert [unit.name for unit in lamina.report(model).units] == units
+    assert RUNTIMES[model].adopted_arena.nbytes == sum(RUNTIMES[model].units[i].layout.buffer_bytes for i in (4, 6))
+
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        language_loss_of(each, 8, rank, 0).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert not p.requires_grad or torch.equal(p.grad.local, q.grad.local)
+    wrap_anew(twin)
+    lamina.adopt(twin, twin, start="broadcast")
+    language_loss_of(twin, 8, rank, 0).backward()
+    assert twin.blocks[1].up.lora_b.weight.grad is not None
+
+
+def test_again_and_again() -> None:
+    run_ranks(2, grow)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def alike(job: Job, steps: range) -> None:
+    """Steps whose batches do not depend on the rank."""
+    for step in steps:
+        language_loss_of(job.model, step, 0, 0).backward()
+        job.end_step()
+
+
+def save(path: Path, way: Way) -> None:
+    job = Job(way)
+    alike(job, range(2))
+    job.change(wrap_everywhere)
+    alike(job, range(2, 4))
+    lamina.save(path, job.model, job.optimizer)
+
+
+def load(path: Path, way: Way) -> float:
+    """A new job makes the same change before it loads."""
+    job, plain = Job(way), Job(None)
+    job.change(wrap_everywhere)
+    lamina.load(path, job.model, job.optimizer)
+    alike(job, range(4, 6))
+    alike(plain, range(2))
+    plain.change(wrap_everywhere)
+    alike(plain, range(2, 6))
+    return parameter_deviation(job.model, {n: p.detach() for n, p in plain.model.named_parameters()})
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    run_ranks(2, save, tmp_path / "step-4", Way("zero3", "peer"))
+    assert load(tmp_path / "step-4", Way("zero3")) <= TOLERANCE
+    assert max(run_ranks(2, load, tmp_path / "step-4", Way("zero1"))) <= TOLERANCE
+
+
+# ---- where values come from, dtypes --------------------------------------------------------------------------------
+
+
+def begin(how: str) -> list[Tensor]:
+    """The first adapter's values, from a generator that stands elsewhere on every rank."""
+    model = Job(Way("zero3")).model
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(11 if how != "broadcast" or rank == 0 else 12)
+    context = {"meta": torch.device("meta"), "deferred": lamina.deferred(seed=3)}.get(how, contextlib.nullcontext())
+    with context:
+        model.blocks[0].up = LowRank(model.blocks[0].up)
+        model.statistics = nn.BatchNorm1d(2)
+    torch.manual_seed(13 + rank)
+    taken = lamina.adopt(model, model, start="broadcast" if how == "broadcast" else "check")
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    found = {"meta": "reset_parameters"}.get(how, "given" if how == "broadcast" else how)
+    assert lamina.report(model).initialised["blocks.0.up.lora_a.weight"] == found
+    return [p.full() if isinstance(p, lamina.Shard) else p.detach() for p in taken]
+
+
+@pytest.mark.parametrize("how", ["meta", "deferred", "broadcast"])
+def test_values_are_the_same_on_every_number_of_ranks(how: str) -> None:
+    one, *ranks = begin(how), *run_ranks(2, begin, how)
+    for values in ranks:
+        assert all(map(torch.equal, one, values)), how
+
+
+def adapters(late: bool, strategy: str, is_narrow: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Three steps in bf16 of adapters that were there before `shard()`, or are adopted."""
+    torch.manual_seed(0)
+    model = LanguageModel().to(torch.bfloat16 if is_narrow else torch.float32).requires_grad_(not is_narrow)
+
+    def add() -> None:
+        torch.manual_seed(5)
+        for block in model.blocks:
+            block.up, block.down = LowRank(block.up), nn.Sequential(block.down, LayerNormed())
+        model.norm = nn.Sequential(model.norm, nn.LayerNorm(WIDTH))
+
+    if not late:
+        add()
+    lamina.shard(model, strategy, units=UNITS, precision="bf16")
+    if late:
+        add()
+        lamina.adopt(model, model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    for step in range(3):
+        language_loss_of(model, step, dist.get_rank(), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {n: p.full() if isinstance(p, lamina.Shard) else p.detach() for n, p in model.named_parameters()}
+    return values, [unit.dtypes for unit in lamina.report(model).units if "added" in unit.name]
+
+
+class LayerNormed(nn.Module):
+    """Its `norm` is kept wide, by precision's pattern."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.norm(x))
+
+
+@pytest.mark.parametrize(("strategy", "is_narrow"), [("zero3", True), ("ddp", False)])
+def test_late_adapters_are_those_that_were_there_from_the_start(strategy: str, is_narrow: bool) -> None:
+    (early, _), *_ = run_ranks(2, adapters, False, strategy, is_narrow)
+    (late, dtypes), *_ = run_ranks(2, adapters, True, strategy, is_narrow)
+    assert dtypes == ["fp32 (fp32)", *["bf16 (fp32), fp32 (fp32)"] * 3]
+    assert early.keys() == late.keys()
+    for name, value in early.items():
+        assert value.dtype is late[name].dtype and torch.equal(value, late[name]), name
+
+
+# ---- the rest of the interface -------------------------------------------------------------------------------------
+
+
+class Encoder(LanguageModel):
+    def encode(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.encode(tokens)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.cell(x)[0]
+
+
+def use_everything(strategy: str, transport: str, options: dict[str, Any]) -> float:
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+        return language_loss_of(model, step, rank, 0) + model.encode(language_batch(step + rank, 2)).pow(2).mean()
+
+    def backward(model: nn.Module, step: int, parts: int = 1) -> None:
+        ranks = range(world) if model is plain else [rank]
+        for each in ranks:
+            (loss_of(model, each, step) / parts / len(ranks)).backward()
+
+    def compare() -> float:
+        return gradient_deviation(model, {n: p.grad for n, p in plain.named_parameters()})
+
+    torch.manual_seed(0)
+    plain = Encoder().double()
+    model = copy.deepcopy(plain)
+    lamina.shard(model, strategy, transport=transport, entry_points=("encode",), **options)
+    for each in (plain, model):
+        backward(each, 0)
+        each.zero_grad()
+        each.requires_grad_(False)
+        torch.manual_seed(1)
+        for block in each.blocks:
+            block.up = LowRank(block.up).double()
+        each.blocks[1] = nn.Sequential(each.blocks[1], Recurrent().double())
+    lamina.adopt(model, model)
+    worst = 0.0
+    for defer in (False, True):
+        for micro in range(2):
+            backward(plain, micro, 2)
+            with lamina.accumulate(model, last=micro == 1, defer=defer):
+                backward(model, micro, 2)
+        worst = max(worst, compare())
+    with lamina.keep(model):
+        backward(model, 4)
+        backward(model, 5)
+    backward(plain, 4)
+    backward(plain, 5)
+    worst = max(worst, compare())
+    for each in (plain, model):
+        each.zero_grad()
+        each.requires_grad_(True)
+        backward(each, 6)
+    return max(worst, compare())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "transport", "options"),
+    [
+        ("zero3", "peer", {"slots": 1, "recompute": "full"}),
+        ("zero1", "c10d", {"replicate": ["*norm*"], "recompute": 2}),
+    ],
+)
+def test_scopes_entry_points_and_recomputation(strategy: str, transport: str, options: dict[str, Any]) -> None:
+    assert max(run_ranks(2, use_everything, strategy, transport, options)) <= TOLERANCE

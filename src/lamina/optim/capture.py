@@ -167,6 +167,7 @@ class Captured:
                 _forget_lanes(runtime)
         self.graph = graph
         self._runtimes = [r for r, before in zip(runtimes, phases, strict=True) if r.engine.phases > before]
+        self._engines = [runtime.engine for runtime in self._runtimes]
         self._frozen = {optimizer: _constants(optimizer) for optimizer in self._optimizers}
 
     def _check_optimizers(self) -> None:
@@ -224,8 +225,13 @@ class Captured:
                         )
             if len(constants) != len(optimizer.param_groups):
                 raise StateError("a group was added to an optimizer after the step was captured: capture it anew")
-        for runtime in self._runtimes:
-            for unit in runtime.engine.units:
+        for runtime, engine in zip(self._runtimes, self._engines, strict=True):
+            if runtime.engine is not engine:
+                raise StateError(
+                    "lamina.adopt() gave the model further parameters after the step was captured, which holds none of "
+                    "them: capture it anew"
+                )
+            for unit in engine.units:
                 recorded = unit.requires
                 unit.look()
                 if unit.requires != recorded:

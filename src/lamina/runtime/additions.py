@@ -25,6 +25,7 @@ from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UnitError, UsageError
 from lamina.runtime.assemble import RUNTIMES, Blueprint, Runtime, draw_blueprint
 from lamina.runtime.auto_units import ENOUGH
+from lamina.runtime.copies import CopiedHooks
 from lamina.runtime.materialise import check_sources
 from lamina.runtime.module_graph import ModuleGraph, has_forward, within
 from lamina.runtime.newcomers import module_expression
@@ -121,16 +122,24 @@ def _new_parameters(runtime: Runtime, graph: ModuleGraph, submodule: nn.Module) 
             f"lamina.adopt(model, {module_expression(where)}): none of the {len(inside)} parameters of this {title} is "
             f"new, all were there when the model was sharded or have been adopted since{more}"
         )
+    _refuse_sharded(runtime, submodule, new)
+    return new
+
+
+def _refuse_sharded(runtime: Runtime, submodule: nn.Module, new: dict[str, nn.Parameter]) -> None:
+    """New parts that come out of a sharded model."""
+    cure = "build the module anew, and copy whole values into it (`p.full()`, `lamina.gathered`)"
     for inner in submodule.modules():
         if inner in RUNTIMES and RUNTIMES[inner] is not runtime:
-            raise StateError(f"lamina.adopt(): a {type(inner).__name__} in it is sharded by itself: add it unsharded")
+            raise StateError(f"lamina.adopt(): a {type(inner).__name__} in it is sharded by itself: {cure}")
+        if any(isinstance(getattr(hook, "__self__", None), CopiedHooks) for hook in inner._forward_pre_hooks.values()):
+            raise StateError(
+                f"lamina.adopt(): a {type(inner).__name__} in it was copied out of a sharded model, and is not whole "
+                f"without it: {cure}"
+            )
     for name, param in new.items():
         if isinstance(param, Shard):
-            raise StateError(
-                f"`{name}` is a shard of another model already, or of a copied part of one: build the module anew, and "
-                "copy whole values into it (`p.full()`, `lamina.gathered`)"
-            )
-    return new
+            raise StateError(f"`{name}` is a shard of another model already, or of a copied part of one: {cure}")
 
 
 # ---- units that were there -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ Note [Adoption]
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -118,6 +119,11 @@ def _refuse_moment(runtime: Runtime) -> None:
         )
     if "enter" in vars(engine):  # its methods are tapped
         raise StateError("lamina.adopt() inside lamina.trace(): leave it first, and trace the steps that follow")
+    if engine.phase is not None or any(unit.windows for unit in runtime.units):
+        engine.phase = None  # an error has ended a step; what it left open is closed, as at the next forward
+        engine.residency.clear()
+    if any(unit.alive_uses for unit in runtime.units):
+        gc.collect()  # the frames of an error that was caught may hold a graph in a circle
     alive = next((unit for unit in runtime.units if unit.alive_uses), None)
     if alive is not None:
         raise StateError(
@@ -188,11 +194,8 @@ def _take_in(
 
 
 def _put_to_rest(runtime: Runtime) -> None:
-    """Nothing stays gathered, nothing is under way; what a failed step left behind is cleared."""
+    """Nothing stays gathered, nothing is under way."""
     engine = runtime.engine
-    if engine.phase is not None or any(unit.windows for unit in runtime.units):
-        engine.phase = None
-        engine.residency.clear()
     for unit in engine.units:
         engine.residency.empty(unit)
     if runtime.device.type == "cuda":
@@ -258,7 +261,7 @@ def _succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers 
     made = build_engine(units, runtime.mesh, runtime.control, runtime.packing.slots, runtime.precision.wire, peers)
     made.phases, made.last_forward, made.lockstep.rounds = old.phases, old.last_forward, old.lockstep.rounds
     made.gatherer.bytes_moved, made.reducer.bytes_moved = old.gatherer.bytes_moved, old.reducer.bytes_moved
-    made.gradients.set_share(old.gradients.contributes, old.gradients.active_ranks)
+    made.gradients.follow(old.gradients)
     return made
 
 

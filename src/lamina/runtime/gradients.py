@@ -45,6 +45,11 @@ class Gradients:
         """Whether this rank has data, and how many ranks have."""
         self.contributes, self.active_ranks = contributes, active_ranks
 
+    def follow(self, before: Gradients) -> None:
+        """Go on where another object stopped, of the same model with other units."""
+        self.set_share(before.contributes, before.active_ranks)
+        self._tokens = before._tokens
+
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
         for unit in self.units:
