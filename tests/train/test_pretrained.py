@@ -17,10 +17,11 @@ from lamina.core.shard_tensor import Shard
 from lamina.runtime.access import sync
 from lamina.runtime.api import shard
 from lamina.train.chat import encode
+from lamina.train.chunked_loss import ChunkedHead
 from lamina.train.data import IGNORED, Batch
 from lamina.train.documents import Document, read_documents
 from lamina.train.export import hugging_face_state
-from lamina.train.objective import ChunkedHead, NextToken, check_packing, chunks_agree
+from lamina.train.objective import NextToken, check_packing, chunks_agree
 from lamina.train.pretrained import Pretrained, fill, open_pretrained
 from train.folders import write_chat, write_llama, write_tokenizer
 from train.runs import changed, losses, small, train, write_text

@@ -17,6 +17,8 @@ from lamina.planner.meta_run import FLASH
 from lamina.planner.workload import MatrixProduct
 
 _aten: Any = torch.ops.aten
+# Those that write into a given tensor are left out: a forward that computes gradients early (train/chunked_loss.py) is
+# counted as one that does not, backward being twice its forward.
 MATRIX = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}  # first factor
 
 

@@ -23,6 +23,7 @@ from lamina.runtime.api import shard
 from lamina.runtime.deferred import deferred
 from lamina.runtime.units import plan_units
 from lamina.train.chat import check_tokenizer, encode
+from lamina.train.chunked_loss import ChunkedHead, vocabulary_of
 from lamina.train.config import Config, Optimisation
 from lamina.train.data import Order, Packed, Rows, Stream, bigram_loss
 from lamina.train.documents import Document, read_documents, split
@@ -30,7 +31,7 @@ from lamina.train.export import find_gpt, read_gpt
 from lamina.train.gpt import GPT, Shape
 from lamina.train.lora import read_rank
 from lamina.train.memory import Sizes, choose_strategy, device_memory_bytes
-from lamina.train.objective import ChunkedHead, NextToken, check_packing, chunks_agree, vocabulary_of
+from lamina.train.objective import NextToken, check_packing, chunks_agree
 from lamina.train.packing import pack
 from lamina.train.pretrained import Pretrained, fill, open_pretrained
 from lamina.train.resolve import recompute_of, with_steps

@@ -1,9 +1,4 @@
-"""The loss of a model on a batch: next token, summed, so that ranks and passes can be weighed by their tokens.
-
-A large vocabulary makes the logits the largest tensor of a step: 152,064 words at 4,096 tokens are 2.3 GiB, and their
-gradient again. `ChunkedHead` computes output layer and loss for a few tokens at a time and, in backward, again. It
-stands where the head's forward stood, so the model's own code runs around it, whatever it is.
-"""
+"""The loss of a model on a batch: next token, summed, so that ranks and passes can be weighed by their tokens."""
 
 from __future__ import annotations
 
@@ -14,51 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from lamina.core.shard_tensor import Shard
 from lamina.errors import UsageError
 from lamina.runtime.scopes import keep, token_mean
-from lamina.train.data import IGNORED, Batch
-
-CHUNK_BYTES = 64 << 20  # of logits in fp32
-
-
-class ChunkedHead:
-    """The forward of an output layer; with `labels` set, the sum of the loss instead of logits."""
-
-    def __init__(self, head: nn.Module, vocabulary: int) -> None:
-        self.head, self.original = head, head.forward
-        self.labels: Tensor | None = None  # [tokens]
-        self.chunk = max(1, CHUNK_BYTES // (4 * vocabulary))  # tokens
-        head.forward = self  # type: ignore[assignment]
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        if self.labels is None:
-            return self.original(hidden)
-        parts = zip(hidden.flatten(0, -2).split(self.chunk), self.labels.split(self.chunk), strict=True)
-        losses = [checkpoint(self._part, piece, labels, use_reentrant=False) for piece, labels in parts]
-        return torch.stack(losses).sum().view(1, 1, 1)
-
-    def remove(self) -> None:
-        self.head.forward = self.original  # type: ignore[method-assign]
-
-    def _part(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return summed_loss(self.original(hidden), labels)
-
-
-def vocabulary_of(head: nn.Module) -> int:
-    """Rows of its weight."""
-    weight = head.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[0]
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """In fp32 at least; IGNORED labels count nothing."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return cross_entropy(wide, labels, reduction="sum", ignore_index=IGNORED)
+from lamina.train.chunked_loss import ChunkedHead, summed_loss
+from lamina.train.data import Batch
 
 
 class NextToken:
@@ -90,6 +46,8 @@ class NextToken:
 
     def backward(self, batch: Batch, total: int) -> Tensor:
         """Gradients of the mean over `total` tokens of the step; the sum of this batch's loss."""
+        if self.head is not None:
+            self.head.factor = 1 / total
         with self._head_kept():
             loss = self.loss_sum(batch)
             token_mean(loss, batch.count, total=total).backward()

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lamina.errors import UsageError
 from lamina.planner.measure import Loss
+from lamina.train.chunked_loss import ChunkedHead, summed_loss, vocabulary_of
 from lamina.train.config import Config
 from lamina.train.export import GPT_FILE, find_gpt
 from lamina.train.gpt import GPT, Shape
 from lamina.train.job import LARGE_VOCABULARY
 from lamina.train.lora import add_adapters, read_rank
-from lamina.train.objective import ChunkedHead, summed_loss, vocabulary_of
 from lamina.train.pretrained import output_layer
 
 
