@@ -91,7 +91,13 @@ def wrap_anew(model: nn.Module) -> None:
     block.up = LowRank(block.up.base_layer if isinstance(block.up, LowRank) else block.up).double()
 
 
-CHANGES = {f.__name__: f for f in (freeze_and_wrap, wrap_everywhere, replace_head, add_block)}
+def replace_one(model: nn.Module) -> None:
+    """One parameter of a unit goes, the others stay."""
+    model.blocks[1].up = nn.Linear(WIDTH, HIDDEN)
+    model.norm = nn.LayerNorm(WIDTH, bias=False)
+
+
+CHANGES = {f.__name__: f for f in (freeze_and_wrap, wrap_everywhere, replace_head, add_block, replace_one)}
 
 
 class Way(NamedTuple):
@@ -127,6 +133,14 @@ class Job:
         if self.way is not None:
             assert {id(p) for p in lamina.adopt(self.model, self.model, **adopt)} == {id(p) for p in new}
         self.optimizer.add_param_group({"params": new})
+
+    def forget(self) -> None:
+        """Take what was replaced out of the optimizer: a checkpoint has no name for it."""
+        here = set(self.model.parameters())
+        for group in self.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in here]
+        for param in [p for p in self.optimizer.state if p not in here]:
+            del self.optimizer.state[param]
 
     def end_step(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
@@ -172,6 +186,7 @@ WAYS = [Way("zero3", slots=1), Way("zero1"), Way("zero3", "peer", optimizer="lam
         ("wrap_everywhere", WAYS[:3]),
         ("replace_head", WAYS[1:4]),
         ("add_block", [WAYS[0], WAYS[2]]),
+        ("replace_one", WAYS[:4]),
     ],
 )
 def test_adopted_parameters_train_as_in_one_process(change: str, ways: list[Way]) -> None:
@@ -200,14 +215,16 @@ def grow() -> None:
     rounds = RUNTIMES[model].engine.lockstep.rounds
     worst = max(worst, train(plain, job, range(4, 5)))
     assert RUNTIMES[model].engine.lockstep.rounds == rounds, "programs were agreed on once"
-    for change in (wrap_anew, add_block):
+    for change in (wrap_anew, add_block, replace_one):
         for each in (plain, job):
             each.change(change)
         worst = max(worst, train(plain, job, range(5, 7)))
     assert worst <= TOLERANCE
-    units = ["root", "embedding", "blocks.0", "blocks.1", "blocks.1+added", "blocks.2", "blocks.3", "head"]
-    assert [unit.name for unit in lamina.report(model).units] == units
-    assert RUNTIMES[model].adopted_arena.nbytes == sum(RUNTIMES[model].units[i].layout.buffer_bytes for i in (4, 6))
+    units = ["root+added", "embedding", "blocks.0", "blocks.1", "blocks.1+added", "blocks.2", "blocks.3", "head"]
+    found = [unit.name for unit in lamina.report(model).units]
+    assert found == units, found
+    adopted = [RUNTIMES[model].units[number] for number in (0, 4, 6)]
+    assert RUNTIMES[model].adopted_arena.nbytes == sum(unit.layout.buffer_bytes for unit in adopted)
 
     twin = copy.deepcopy(model)
     for each in (model, twin):
@@ -238,6 +255,8 @@ def save(path: Path, way: Way) -> None:
     job = Job(way)
     alike(job, range(2))
     job.change(wrap_everywhere)
+    job.change(replace_one)
+    job.forget()
     alike(job, range(2, 4))
     lamina.save(path, job.model, job.optimizer)
 
@@ -246,10 +265,14 @@ def load(path: Path, way: Way) -> float:
     """A new job makes the same change before it loads."""
     job, plain = Job(way), Job(None)
     job.change(wrap_everywhere)
+    job.change(replace_one)
+    job.forget()
     lamina.load(path, job.model, job.optimizer)
     alike(job, range(4, 6))
     alike(plain, range(2))
     plain.change(wrap_everywhere)
+    plain.change(replace_one)
+    plain.forget()
     alike(plain, range(2, 6))
     return parameter_deviation(job.model, {n: p.detach() for n, p in plain.model.named_parameters()})
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lamina
 from harness import expect_error, run_ranks
-from parity.models import HIDDEN, VOCABULARY, WIDTH
+from parity.models import VOCABULARY, WIDTH
 from parity.reference import TOLERANCE, language_loss_of
 from runtime.test_adopt import Beside, Job, Way, train
 
@@ -115,10 +115,7 @@ def ask_for_what_has_no_unit(model: nn.Module, said: Said) -> None:
         return lamina.adopt(model, model)
 
     block, head = model.blocks[0], model.head
-    up = block.up
-    block.up = linear(HIDDEN)
-    ask(said, "one of a unit replaced", adopt)
-    block.up, block.extra = up, linear()
+    block.extra = linear()
     model.tied = nn.Linear(WIDTH, VOCABULARY, bias=False)
     model.tied.weight = head.weight
     ask(said, "tied outside", adopt)
@@ -174,7 +171,6 @@ EXPECTED = {
     "gathered": ("StateError", ["lamina.gathered()"]),
     "trace": ("", ["lamina.trace()", "on rank 0 of 2"]),
     "inside a forward": ("StateError", ["inside a forward"]),
-    "one of a unit replaced": ("UnitError", ["`blocks.0.up.weight`", "units="]),
     "tied outside": ("UnitError", ["`tied.weight`", "`head.weight`"]),
     "taken out": ("UnitError", ["`head.weight`", "self.base = old"]),
     "sharded by itself": ("StateError", ["Linear"]),

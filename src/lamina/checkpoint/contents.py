@@ -118,7 +118,8 @@ def held_by(runtime: Runtime) -> list[Held]:
                         f"`{spec.name}` is a part of a larger parameter (lamina.split_parameter), which lamina's "
                         "checkpoints do not hold yet: use torch.distributed.checkpoint.save(model.state_dict(), ...)"
                     )
-                found.append(Held(spec, param, unit.mesh, segment, number, unit))
+                if position not in unit.gone:
+                    found.append(Held(spec, param, unit.mesh, segment, number, unit))
                 position += 1
     return found
 

@@ -10,7 +10,8 @@ Note [Additions]
     2. A new part outside all blocks that is at least a quarter of the largest unit opens a unit of its own; what is
        smaller goes to one that the model's forward opens.
     3. A unit that was there keeps its parameters. Where they stand now is looked up anew, by identity; one whose
-       parameters have all left the model is dropped.
+       parameters have all left the model is dropped. Where others stay, one that has left keeps its place in the
+       layout, unused: other places would make the optimizer's states wrong.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from lamina.runtime.units import Opening, UnitPlan, aliases_of, can_open, deal, 
 from lamina.runtime.weight_reads import VagueRead, add_source_edges
 from lamina.runtime.windows import Entry
 
+REPLACED = " (replaced)"
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -43,6 +46,7 @@ class Standing:
     plan: UnitPlan
     layout: UnitLayout
     entries: tuple[Entry, ...]
+    gone: frozenset[int]  # positions of parameters that have left the model
 
 
 @dataclass(frozen=True)
@@ -151,13 +155,6 @@ def _look_up(unit: Unit, graph: ModuleGraph, names: dict[int, str], runtime: Run
     mine = [name for name in now if name is not None]
     if not mine:
         return None
-    if len(mine) < len(now):
-        gone = unit.layout.params[now.index(None)].name
-        raise UnitError(
-            f"`{gone}` is not in the model any more, and its unit `{unit.name}` also holds `{mine[0]}`, which is. A "
-            f"unit leaves as a whole: give what you replace a unit of its own, `lamina.shard(..., units=[..., "
-            f"{gone.rpartition('.')[0]!r}])`, or replace it before lamina.shard()"
-        )
     modules = tuple(_openers(unit, graph, runtime))
     if not modules:
         raise UnitError(
@@ -166,7 +163,6 @@ def _look_up(unit: Unit, graph: ModuleGraph, names: dict[int, str], runtime: Run
         )
     owned = set(mine)
     before = {(id(entry.parameters), entry.attribute) for entry in unit.entries}
-    position = {name: i for i, name in enumerate(mine)}
     entries = []
     for slot, owner in aliases_of(graph, owned):
         where, _, attribute = slot.rpartition(".")
@@ -178,12 +174,15 @@ def _look_up(unit: Unit, graph: ModuleGraph, names: dict[int, str], runtime: Run
                 f"`{where or 'the model'}` runs: a tie to a sharded parameter must be there when lamina.shard() is "
                 "called"
             )
-        entries.append(Entry(parameters, attribute, position[owner], slot))
+        entries.append(Entry(parameters, attribute, now.index(owner), slot))
     base, ordered = "+".join(unit.plan.modules), tuple(name for name in graph.parameters if name in owned)
     title = "+".join(modules) + unit.plan.name.removeprefix(base) if unit.plan.name.startswith(base) else unit.plan.name
-    aliases = tuple((entry.path, mine[entry.position]) for entry in entries)
-    plan = replace(unit.plan, name=title, modules=modules, parameters=ordered, aliases=aliases)
-    return Standing(unit, plan, _renamed(unit.layout, title, mine), tuple(entries))
+    plan = replace(unit.plan, name=title, modules=modules, parameters=ordered, aliases=aliases_of(graph, owned))
+    called = [
+        name or spec.name.removesuffix(REPLACED) + REPLACED for name, spec in zip(now, unit.layout.params, strict=True)
+    ]
+    gone = frozenset(i for i, name in enumerate(now) if name is None)
+    return Standing(unit, plan, _renamed(unit.layout, title, called), tuple(entries), gone)
 
 
 def _openers(unit: Unit, graph: ModuleGraph, runtime: Runtime) -> Iterator[str]:

@@ -59,7 +59,7 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
     Raises:
         UsageError: no module of the model; nothing in it is new.
         StateError: between a forward and its backward, or inside a scope (accumulate, keep, gathered, trace).
-        UnitError: a sharded parameter was taken away from the module whose forward gathers it, or from its unit.
+        UnitError: a sharded parameter was taken away from the module whose forward gathers it.
         Disagreement: ranks add different parameters, or other values. Nothing has been changed in any of these cases.
     """
     if not isinstance(model, nn.Module):
@@ -173,10 +173,11 @@ def _take_in(
     records += materialise_buffers(model, runtime.device, seed)
     move_buffers(model, runtime.device)
     for each in additions.standing:
-        each.unit.stand_at(each.plan, each.layout, each.entries)
-    for unit in additions.dropped:
-        for param in unit.params:
-            param.grad = None  # an optimizer that still has it leaves it alone
+        each.unit.stand_at(each.plan, each.layout, each.entries, each.gone)
+    left = [param for unit in additions.dropped for param in unit.params]
+    left += [each.unit.params[position] for each in additions.standing for position in each.gone]
+    for param in left:
+        param.grad = None  # an optimizer that still has it leaves it alone
     units = [each.unit for each in additions.standing] + made
     units.sort(key=lambda unit: (unit.plan.replicated, min(additions.order[m] for m in unit.plan.modules or ("",))))
     for index, unit in enumerate(units):

@@ -6,6 +6,7 @@ unit's full values in memory at a time.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -211,11 +212,15 @@ def build_units_of_copy(model: nn.Module, old: Runtime) -> list[Unit]:
     modules = dict(model.named_modules())
     units = []
     for unit in old.units:
-        params = [parameters[spec.name] for spec in unit.layout.params]
+        params = [
+            copy.deepcopy(unit.params[i]) if i in unit.gone else parameters[spec.name]
+            for i, spec in enumerate(unit.layout.params)
+        ]
         entries = [
             Entry(modules[e.path.rpartition(".")[0]]._parameters, e.attribute, e.position, e.path) for e in unit.entries
         ]
         made = Unit(unit.index, unit.plan, unit.layout, unit.mesh, params, entries, unit.plain)
+        made.gone = unit.gone
         made.adopt_shards()
         owned = {id(entry.parameters) for entry in entries}
         made.recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase) and id(m._parameters) in owned]

@@ -79,6 +79,7 @@ class Unit:
         self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
         self.masters: list[Tensor] = []
         self.published: list[Tensor] = []
+        self.gone: frozenset[int] = frozenset()  # positions of parameters that have left the model
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
 
     @property
@@ -150,8 +151,9 @@ class Unit:
 
     # ---- a model that was changed around it ---------------------------------------------------------------------
 
-    def stand_at(self, plan: UnitPlan, layout: UnitLayout, entries: Sequence[Entry]) -> None:
-        """The same parameters under other names, in other modules. No use is open."""
+    def stand_at(self, plan: UnitPlan, layout: UnitLayout, entries: Sequence[Entry], gone: frozenset[int]) -> None:
+        """The same parameters under other names, in other modules or (`gone`) in none. No use is open."""
+        self.gone = gone
         self.plan, self.layout, self.gradients.layout = plan, layout, layout
         self.name, self.entries = plan.name or "root", list(entries)
         self.module_windows = windows_of(entries, self.params)
