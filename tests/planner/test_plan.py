@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lamina
 from lamina import cli
@@ -24,6 +24,7 @@ from lamina.train.config import read_toml
 from lamina.train.gpt import GPT, Shape
 
 GIB = 1 << 30
+WORDS = 32768
 
 
 def meta_gpt(width: int = 512, layers: int = 3) -> GPT:
@@ -121,6 +122,47 @@ def test_one_strategy_alone() -> None:
     forecast = lamina.plan(meta_gpt(64, 2), 4, batch=1, seq=8, strategy="zero2", recompute="full", budget=1)
     assert forecast.arguments == {"strategy": "zero2", "recompute": "full", "slots": 3}
     assert not forecast.taken.fits
+
+
+class Wordy(nn.Module):
+    """Little but a large vocabulary; `scaled`: it reads its logits before it gives them away."""
+
+    def __init__(self, scaled: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head, self.scaled = nn.Embedding(WORDS, 64), nn.Linear(64, WORDS, bias=False), scaled
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return logits + torch.zeros(WORDS, device=logits.device).expand(*tokens.shape, WORDS) if self.scaled else logits
+
+
+def test_a_loss_in_chunks_is_a_rung() -> None:
+    """Where the logits are the peak, and the loss is the planner's own."""
+    with torch.device("meta"):
+        model = Wordy()
+    plain = lamina.plan(model, 2, batch=8, seq=1024).decision.rungs
+    whole = next(rung for rung in plain if rung.title == "zero3")
+    budget = int(min(rung.memory.used_bytes for rung in plain) / 0.95) - (64 << 20)
+    made = lamina.plan(model, 2, batch=8, seq=1024, budget=budget)
+    assert made.taken.title.endswith(", chunked loss") and "zero3" in [rung.title for rung in made.decision.rungs]
+    assert not any("recompute" in rung.title for rung in made.decision.rungs), "it comes before recomputation"
+    chunked = next(rung for rung in made.decision.rungs if rung.title == "zero3, chunked loss")
+    saved = whole.memory.allocated_bytes - chunked.memory.allocated_bytes
+    assert saved > 8 * 1024 * WORDS * 4, "no whole logits in fp32 are left"
+    head_again = chunked.time.compute_ms - whole.time.compute_ms
+    assert head_again > 0, "the output layer is computed twice"
+    assert "lamina.keep(head.weight)" in str(made) and "lamina.keep" not in str(lamina.plan(model, 2, batch=1, seq=8))
+
+
+@pytest.mark.parametrize("own", ["loss", "output", "few tokens"])
+def test_a_loss_that_is_not_ours_is_not_cut(own: str) -> None:
+    with torch.device("meta"):
+        model = Wordy(scaled=own == "output")
+    rows = (1, 8) if own == "few tokens" else (8, 1024)
+    loss = (lambda m, given: m(*given.values()).float().sum()) if own == "loss" else None
+    with pytest.raises(UsageError, match="nothing fits") as e:
+        lamina.plan(model, 2, batch=rows[0], seq=rows[1], budget="1MiB", loss=loss)
+    assert "chunked" not in str(e.value)
 
 
 def build_two_layers() -> nn.Module:

@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lamina.core.program import Program
+from lamina.core.program import Op, Program
 from lamina.core.strategy import Strategy
 from lamina.errors import UsageError
 from lamina.planner.machine import Machine, load_machine
@@ -175,6 +177,36 @@ def test_hybrid_spares_a_slow_network_once_it_accumulates() -> None:
         whole = forecast(blocks(8), ring("zero3", 64, accumulation=accumulation), machine)
         assert hybrid.gather_ms < 0.25 * whole.gather_ms
         assert (hybrid.total_ms < whole.total_ms) == hybrid_is_faster
+
+
+@given(
+    st.integers(1, 9),
+    st.sampled_from((2, 8, 64, 512, 4096)),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((1e9, 20e9, 400e9)),
+    st.sampled_from((0.0, 5.0)),
+    st.sampled_from(("ring", "exchange")),
+    st.integers(2, 4),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_splits_more_is_never_faster(
+    count: int, world: int, accumulation: int, network: float, latency_us: float, sums: str, slots: int
+) -> None:
+    """zero1, zero2 and zero3 move more and more and own the same: their times stand in that order."""
+    machine = dataclasses.replace(ROUND, network_bytes_per_s=network, network_latency_us=latency_us)
+    choices = [Choice(f"zero{n}", world, sums=sums, accumulation=accumulation, slots=slots) for n in (1, 2, 3)]
+    one, two, three = (forecast(blocks(count), choice, machine).total_ms for choice in choices)
+    assert one <= two * (1 + 1e-9) and two <= three * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("world", [64, 4096])
+def test_gathers_share_the_network_with_reductions(world: int) -> None:
+    """Where the network decides, zero3's further gathers cost what they carry; without sharing they were free."""
+    machine = dataclasses.replace(ROUND, network_bytes_per_s=20e9, network_latency_us=0.0)
+    zero2, zero3 = (forecast(blocks(8), ring(name, world), machine) for name in ("zero2", "zero3"))
+    again = sum(step.op is Op.GATHER for step in zero3.schedule.program.steps) - 8
+    alone_ms = zero3.durations_ms[0]
+    assert again == 5 and zero3.total_ms - zero2.total_ms == pytest.approx(again * alone_ms, rel=0.2)
 
 
 def test_thousands_of_ranks_take_no_longer() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lamina.core.arena import Demand, Packing, pack
 from lamina.core.program import Op, Program, UnitTraits, plan_step
-from lamina.planner.timeline import COMPUTE, GATHER, REDUCE, Span, busy_ms, end_ms, lane_of, simulate
+from lamina.planner.timeline import COMPUTE, GATHER, REDUCE, Schedule, Span, busy_ms, end_ms, lane_of, simulate
 
 DURATIONS_MS = {Op.GATHER: 1.0, Op.FORWARD: 2.0, Op.BACKWARD: 4.0, Op.REDUCE: 3.0}
 
@@ -77,6 +77,43 @@ def test_the_lane_rules_hold(count: int, slots: int, times_ms: list[int]) -> Non
             needed = Op.BACKWARD if step.op is Op.REDUCE else Op.GATHER
             ends = [s.end_ms for other, s in before if other.unit == step.unit and other.op is needed]
         assert all(end <= span.start_ms for end in ends)
+
+
+def alone(program: Program, times_ms: list[int]) -> list[float]:
+    return [float(times_ms[list(Op).index(step.op)]) for step in program.steps]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.lists(st.integers(0, 5), min_size=4, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_sharing_keeps_the_lane_rules(count: int, slots: int, times_ms: list[int]) -> None:
+    """By events as by order, where nothing is shared; a shared link carries no more than it can, and delays nothing
+    but by what it carries twice."""
+    program, packing = blocks(count, slots)
+    schedule, durations_ms = Schedule(program, packing.conflicts), alone(program, times_ms)
+    plain_ms = schedule.times(durations_ms)
+    for loads in ((0.0, 0.0), (0.5, 0.5)):
+        assert schedule.times(durations_ms, [loads] * len(program.steps)) == tuple(map(pytest.approx, plain_ms))
+    starts_ms, ends_ms = schedule.times(durations_ms, [(1.0, 0.0)] * len(program.steps))
+    assert all(s + d <= e + 1e-9 for s, d, e in zip(starts_ms, durations_ms, ends_ms, strict=True))
+    moved = sorted((s, e) for s, e, lane in zip(starts_ms, ends_ms, schedule.lanes, strict=True) if lane)
+    covered_ms, reached_ms = 0.0, 0.0
+    for start_ms, stop_ms in moved:
+        covered_ms += max(0.0, stop_ms - max(start_ms, reached_ms))
+        reached_ms = max(reached_ms, stop_ms)
+    carried_ms = sum(d for d, lane in zip(durations_ms, schedule.lanes, strict=True) if lane)
+    assert covered_ms == pytest.approx(carried_ms), "one link: busy for exactly as long as both take alone"
+    assert max(ends_ms) <= max(plain_ms[1]) + carried_ms + 1e-9
+
+
+def test_two_on_one_link_by_hand() -> None:
+    """AG1 of 4 ms and RS0 of 2 begin together and go at half their rates: RS0 takes 4, AG1 then 2 more."""
+    schedule = Schedule(Program.parse("AG0 FWD0 BWD0 FWD0 AG1 RS0 FWD1"))
+    durations_ms = [1.0, 1.0, 1.0, 1.0, 4.0, 2.0, 1.0]
+    one_link = [(1.0, 0.2)] * 7
+    starts_ms, ends_ms = schedule.times(durations_ms, one_link)
+    assert starts_ms == [0, 1, 2, 3, 3, 3, 9] and ends_ms == [1, 2, 3, 4, 9, 7, 10]
+    other_links = [(1.0, 0.0)] * 5 + [(0.0, 1.0)] * 2
+    assert schedule.times(durations_ms, other_links) == schedule.times(durations_ms)
 
 
 @given(st.integers(1, 8))

@@ -1,8 +1,9 @@
 """Which way to run: rules of thumb in order of simplicity, each with its numbers.
 
 A search over all settings finds a layout that nobody can explain. Here the ladder is what a person would try, simplest
-first: one GPU, ddp, zero1, zero2, zero3, hsdp, then the same again with recomputation. The first rung that fits with a
-margin and is within 5 % of the fastest that fits is taken, and every rung says in numbers why it was or was not.
+first: one GPU, ddp, zero1, zero2, zero3, hsdp, then the same again with a loss in chunks (where the loss is the
+planner's own, and so can be another), then with recomputation. The first rung that fits with a margin and is within 5 %
+of the fastest that fits is taken, and every rung says in numbers why it was or was not.
 
 Pure: no communication, no device.
 """
@@ -66,7 +67,12 @@ def gib(size_bytes: float) -> str:
 
 
 def choose(
-    measures: Measures, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None = None
+    measures: Measures,
+    gpus: int,
+    machine: Machine,
+    template: Choice,
+    budget_bytes: int | None = None,
+    chunked: Callable[[str | int], Measured | None] | None = None,
 ) -> Decision:
     """Climb the ladder.
 
@@ -74,6 +80,7 @@ def choose(
         measures: the model under a kind of recomputation; asked only for what is needed.
         template: what all rungs share: slots, accumulation, dtypes.
         budget_bytes: of one device, instead of the machine's.
+        chunked: the same model with its loss in chunks; gives None where that is not possible or saves nothing.
 
     Raises:
         UsageError: no rung fits; says the smallest that would do.
@@ -81,10 +88,15 @@ def choose(
     check_gpus(gpus)
     rungs: list[Rung] = []
     for recompute in RECOMPUTE:
-        measured = measures(recompute)
-        rungs += _rungs(measured, gpus, machine, replace(template, recompute=recompute), budget_bytes)
+        shared = replace(template, recompute=recompute)
+        rungs += _rungs(measures(recompute), gpus, machine, shared, budget_bytes)
         if any(rung.fits for rung in rungs):
             break  # recomputing costs time and gains nothing but memory
+        in_chunks = None if chunked is None else chunked(recompute)
+        if in_chunks is not None:
+            rungs += _rungs(in_chunks, gpus, machine, replace(shared, chunked_loss=True), budget_bytes)
+            if any(rung.fits for rung in rungs):
+                break
     fitting = [rung for rung in rungs if rung.fits]
     if not fitting:
         raise UsageError(_nothing_fits(rungs, budget_bytes, machine, measures("full")))
@@ -106,6 +118,7 @@ def _rungs(measured: Measured, gpus: int, machine: Machine, template: Choice, bu
     if gpus > node > 1 and gpus % node == 0:
         choices.append((f"hsdp over {node}", replace(template, strategy="hsdp", world=gpus, shard_size=node)))
     suffix = "" if template.recompute == "none" else f", recompute {template.recompute}"
+    suffix += ", chunked loss" if template.chunked_loss else ""
     return [rung_of(title + suffix, measured, choice, machine, budget_bytes) for title, choice in choices]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lamina.errors import UsageError
+from lamina.planner.chunked import ChunkedLoss
 from lamina.planner.measure_data import Measured, Moment
 from lamina.planner.meta_run import KernelsOf, LiveBytes, id_of, on_meta, tensors_in
 from lamina.planner.products import ProductCount, product_of
@@ -75,6 +76,11 @@ def measure(
     except (NotImplementedError, RuntimeError, TypeError, AttributeError, ValueError) as problem:
         raise UsageError(_cannot_run(copied, watch.deepest, problem)) from problem
     works = tuple(watch.work_of(i, plan, shape) for i, (plan, shape) in enumerate(zip(plans, shapes, strict=True)))
+    if isinstance(loss, ChunkedLoss):
+        held = {f"{loss.head}.{name}" for name, _ in copied.get_submodule(loss.head).named_parameters()}
+        works = tuple(
+            replace(work, holds_head=bool(held & set(plan.parameters))) for work, plan in zip(works, plans, strict=True)
+        )
     workload = Workload(type(model).__name__, works, batch, seq, watch.logits_bytes)
     input_bytes = sum(t.nbytes for t in tensors_in(given))
     return Measured(workload, shapes, tuple(watch.moments), input_bytes, kind, recompute)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lamina.core.strategy import Strategy
 from lamina.errors import UsageError
 from lamina.planner.choose import Decision, Rung, check_gpus, choose, gib, rung_of
+from lamina.planner.chunked import ChunkedLoss, find_head
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import Loss, check_sizes, measure
 from lamina.planner.measure_data import Measured
@@ -26,6 +27,10 @@ SUFFIX_NAMES = "B, KiB, MiB, GiB, TiB; kB, MB, GB, TB"
 SUFFIXES = {"": 1, "b": 1} | {
     f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))
 }
+CHUNKED = (
+    "chunked loss is yours to write: call the output layer and the loss for a few thousand tokens at a time, each in",
+    "torch.utils.checkpoint, inside `with lamina.keep(head.weight):`, and plan it with loss=. `lamina train` does so.",
+)
 MOST_ROWS = 6  # moments of a step that are shown
 
 
@@ -118,6 +123,8 @@ class Plan:
 
     def _time(self) -> list[str]:
         lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
+        if self.taken.choice.chunked_loss:
+            lines += [f"  {text}" for text in CHUNKED]
         if self.decision.gains:
             lines += ["  what would gain most next:", *(f"    {gain}" for gain in self.decision.gains[:3])]
         return lines
@@ -165,19 +172,34 @@ def plan(
     limit = parse_bytes(budget)
     kind = "cpu" if where.is_cpu else "cuda"
 
-    @functools.cache
-    def measured(recompute: str | int) -> Measured:
+    def run(recompute: str | int, its_loss: Loss | None) -> Measured:
         return measure(
             model,
             batch,
             seq,
             inputs=inputs,
-            loss=loss,
+            loss=its_loss,
             precision=precision,
             recompute=recompute,
             units=units,
             kind=kind,
         )
+
+    @functools.cache
+    def measured(recompute: str | int) -> Measured:
+        return run(recompute, loss)
+
+    @functools.cache
+    def in_chunks(recompute: str | int) -> Measured | None:
+        whole = measured(recompute)
+        head = find_head(model, batch * seq, whole.workload.logits_bytes) if loss is None else None
+        if head is None:
+            return None
+        try:
+            found = run(recompute, ChunkedLoss(head))
+        except UsageError:  # what the model does with its logits needs all of them
+            return None
+        return found if peak_bytes(found) < peak_bytes(whole) else None
 
     compute = resolve_precision(precision).compute or torch.float32
     template = Choice(
@@ -188,16 +210,23 @@ def plan(
         sums="exchange" if kind == "cpu" and slots > 1 else "auto",
     )
     if strategy is None:
-        decision = choose(measured, gpus, where, template, limit)
+        decision = choose(measured, gpus, where, template, limit, in_chunks)
     else:
         node = where.gpus_per_node if strategy == "hsdp" and gpus > where.gpus_per_node else None
         choice = replace(template, strategy=strategy, world=gpus, recompute=recompute, shard_size=node)
         rung = rung_of(str(strategy), measured(recompute), choice, where, limit)
         decision = Decision((rung,), rung, rung, ())
     model_name = name or type(model).__name__
-    taken = measured(decision.taken.choice.recompute)
+    choice = decision.taken.choice
+    taken = in_chunks(choice.recompute) if choice.chunked_loss else measured(choice.recompute)
+    assert taken is not None
     units = tuple(unit.name for unit in taken.workload.units)
     return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, units)
+
+
+def peak_bytes(measured: Measured) -> int:
+    """Of activations."""
+    return max(moment.activation_bytes for moment in measured.moments)
 
 
 def parse_bytes(text: int | str | None) -> int | None:

@@ -35,6 +35,26 @@ class Reached:
     fp8_speedup: float = 1.6  # of products in 8 bit over those in 16
 
 
+@dataclass(frozen=True)
+class Move:
+    """A collective, or several in a row: how long they take alone, and for how much of that they fill each link."""
+
+    ms: float = 0.0
+    bus_ms: float = 0.0  # inside the node
+    network_ms: float = 0.0  # the node's cards
+
+    def __add__(self, other: Move) -> Move:
+        return Move(self.ms + other.ms, self.bus_ms + other.bus_ms, self.network_ms + other.network_ms)
+
+    def __truediv__(self, count: float) -> Move:
+        return Move(self.ms / count, self.bus_ms / count, self.network_ms / count)
+
+    @property
+    def loads(self) -> tuple[float, float]:
+        """Mean share of each link while it runs alone; latency and sums leave links free."""
+        return (self.bus_ms / self.ms, self.network_ms / self.ms) if self.ms > 0 else (0.0, 0.0)
+
+
 class Rates:
     """Times in ms on one machine, as one program reaches them."""
 
@@ -43,7 +63,7 @@ class Rates:
         self.reached = reached or Reached()
         self._memory = machine.memory_bytes_per_s * self.reached.memory
         self._products: dict[tuple[int, int, int, int, int], float] = {}
-        self._links: dict[tuple[float, Level, float, float, int], float] = {}
+        self._links: dict[tuple[float, Level, float, float, int], Move] = {}
 
     def product_ms(self, m: int, n: int, k: int, batch: int = 1, dtype_bytes: int = 2) -> float:
         """(m, k) by (k, n), `batch` of them at once. Both products of its backward take as long each."""
@@ -69,15 +89,18 @@ class Rates:
 
     def gather_ms(self, size_bytes: float, level: Level) -> float:
         """All ranks of the level end with `size_bytes`."""
-        machine = self.machine
-        return self._link_ms(size_bytes, level, machine.gather_bytes_per_s, machine.gather_latency_us)
+        return self.gather(size_bytes, level).ms
 
-    def reduce_ms(self, size_bytes: float, level: Level) -> float:
+    def gather(self, size_bytes: float, level: Level) -> Move:
+        machine = self.machine
+        return self._move(size_bytes, level, machine.gather_bytes_per_s, machine.gather_latency_us)
+
+    def reduce(self, size_bytes: float, level: Level) -> Move:
         """Each rank of the level ends with its part of the sum of `size_bytes`."""
         machine = self.machine
-        return self._link_ms(size_bytes, level, machine.reduce_bytes_per_s, machine.reduce_latency_us)
+        return self._move(size_bytes, level, machine.reduce_bytes_per_s, machine.reduce_latency_us)
 
-    def exchange_ms(self, size_bytes: float, level: Level) -> float:
+    def exchange(self, size_bytes: float, level: Level) -> Move:
         """Each rank sends every other its part of `size_bytes`, and sums what it got.
 
         Between nodes every rank's parts take their own way: the cards of a node carry as many times what a ring needs
@@ -85,27 +108,25 @@ class Rates:
         """
         machine = self.machine
         ways = max(1, min(level.size, machine.gpus_per_node // level.stride))
-        moved_ms = self._link_ms(size_bytes, level, machine.exchange_bytes_per_s, machine.exchange_latency_us, ways)
-        return moved_ms + (self.memory_ms(size_bytes) if moved_ms else 0.0)
+        moved = self._move(size_bytes, level, machine.exchange_bytes_per_s, machine.exchange_latency_us, ways)
+        return moved + Move(self.memory_ms(size_bytes)) if moved.ms else moved
 
-    def sum_ms(self, size_bytes: float, level: Level) -> float:
+    def sum(self, size_bytes: float, level: Level) -> Move:
         """All ranks of the level end with the whole sum of `size_bytes`: there and back."""
         machine = self.machine
-        return self._link_ms(2 * size_bytes, level, machine.sum_bytes_per_s, machine.sum_latency_us)
+        return self._move(2 * size_bytes, level, machine.sum_bytes_per_s, machine.sum_latency_us)
 
-    def _link_ms(
-        self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int = 1
-    ) -> float:
+    def _move(self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int = 1) -> Move:
         if level.size == 1 or size_bytes <= 0:
-            return 0.0
+            return Move()
         key = (size_bytes, level, bus_bytes_per_s, latency_us, ways)
         if key not in self._links:
-            self._links[key] = self._plain_link_ms(size_bytes, level, bus_bytes_per_s, latency_us, ways)
+            self._links[key] = self._over_links(size_bytes, level, bus_bytes_per_s, latency_us, ways)
         return self._links[key]
 
-    def _plain_link_ms(
+    def _over_links(
         self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int
-    ) -> float:
+    ) -> Move:
         gpus = self.machine.gpus_per_node
         inside = min(level.size, max(1, gpus // level.stride))  # members of one group on one node
         nodes = math.ceil(level.size / inside)
@@ -116,7 +137,8 @@ class Rates:
             network = max(self.machine.network_bytes_per_s * self.reached.network, 1.0)
             network_s = ways * groups * size_bytes * (nodes - 1) / nodes / network
             hops_us = self.machine.network_latency_us * (nodes - 1)  # NCCL's ring passes every node in turn
-        return max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
+        ms = max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
+        return Move(ms, bus_s * 1e3, network_s * 1e3)
 
 
 def roofline_ms(

@@ -7,7 +7,7 @@ one rank, so ten thousand of them cost no more than one.
 
     1. times of each unit's forward and backward on the device; on the host, the floor of its launches
     2. the program of the step, from the same packing and the same rules as the runtime's
-    3. simulate; where collectives run beside compute, compute is stretched; simulate again
+    3. simulate, collectives sharing their links; where they run beside compute, compute is stretched; simulate again
     4. micro-batches one after the other, then the optimizer
 
 Pure: no communication, no device.
@@ -24,8 +24,8 @@ from lamina.core.arena import Demand, pack
 from lamina.core.program import Op, UnitTraits, plan_step
 from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine
-from lamina.planner.rates import Rates, Reached
-from lamina.planner.timeline import LANES, Schedule, Span
+from lamina.planner.rates import Move, Rates, Reached
+from lamina.planner.timeline import LANES, Loads, Schedule, Span
 from lamina.planner.workload import Choice, UnitWork, Workload
 
 ATTENTION_BACKWARD = 2.5  # operations of attention's backward over its forward's: scores are formed again
@@ -44,8 +44,8 @@ class UnitTimes:
     backward_ms: float
     forward_host_ms: float
     backward_host_ms: float
-    gather_ms: float
-    reduce_ms: float
+    gather: Move
+    reduce: Move
 
     def of(self, op: Op) -> float:
         """How long a step of this unit holds its lane."""
@@ -53,7 +53,11 @@ class UnitTimes:
             return max(self.forward_ms, self.forward_host_ms)
         if op is Op.BACKWARD:
             return max(self.backward_ms, self.backward_host_ms)
-        return self.gather_ms if op is Op.GATHER else self.reduce_ms
+        return self.gather.ms if op is Op.GATHER else self.reduce.ms
+
+    def loads_of(self, op: Op) -> Loads:
+        """How much of each link a step of this unit takes."""
+        return (self.reduce if op is Op.REDUCE else self.gather).loads if op.is_collective else (0.0, 0.0)
 
     @property
     def waiting_ms(self) -> float:
@@ -68,7 +72,7 @@ class StepTime:
 
     total_ms: float
     compute_ms: float  # compute lane busy, stretching included
-    gather_ms: float  # lane busy
+    gather_ms: float  # lane busy, sharing of links included
     reduce_ms: float
     exposed_ms: float  # compute waited for gathers and reductions
     stretched_ms: float  # compute was slower beside collectives
@@ -76,12 +80,13 @@ class StepTime:
     optimizer_ms: float  # optimizer, norm, and what comes once a step
     tokens_per_s: float  # of the whole world
     schedule: Schedule  # of one micro-batch
-    durations_ms: tuple[float, ...]  # of its steps
+    durations_ms: tuple[float, ...]  # of its steps; of collectives alone
+    loads: tuple[Loads, ...]
 
     @property
     def spans(self) -> tuple[Span, ...]:
         """One micro-batch, to be drawn."""
-        return self.schedule.spans(self.durations_ms)
+        return self.schedule.spans(self.durations_ms, self.loads)
 
     @property
     def hidden_share(self) -> float:
@@ -108,10 +113,11 @@ def forecast_time(workload: Workload, choice: Choice, machine: Machine, reached:
     times = unit_times(workload.units, choice, factors, rates)
     schedule = schedule_of(tuple(_shape(unit, choice, factors) for unit in workload.units), choice.slots)
     step_ms = [times[step.unit].of(step.op) for step in schedule.program.steps]
-    slowed_ms = stretch(schedule, step_ms, machine.interference * rates.reached.interference)
+    loads = tuple(times[step.unit].loads_of(step.op) for step in schedule.program.steps)
+    slowed_ms = stretch(schedule, step_ms, machine.interference * rates.reached.interference, loads)
     durations_ms = tuple(ms + extra_ms for ms, extra_ms in zip(step_ms, slowed_ms, strict=True))
     once_ms = optimizer_ms(workload, factors, rates)
-    return _sum_up(workload.tokens, choice, times, schedule, durations_ms, sum(slowed_ms), once_ms)
+    return _sum_up(workload.tokens, choice, times, schedule, durations_ms, loads, sum(slowed_ms), once_ms)
 
 
 def unit_times(units: Sequence[UnitWork], choice: Choice, factors: Factors, rates: Rates) -> list[UnitTimes]:
@@ -155,8 +161,8 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
         backward_ms,
         host_ms,
         backward_host_ms,
-        gather_ms(size_bytes, factors, choice.accumulation, rates),
-        reduce_ms(unit.trainable_numel, choice, factors, rates),
+        gather(size_bytes, factors, choice.accumulation, rates),
+        reduce(unit.trainable_numel, choice, factors, rates),
     )
 
 
@@ -184,36 +190,36 @@ def schedule_of(shapes: tuple[UnitShape, ...], slots: int) -> Schedule:
     return Schedule(plan_step(traits, sharing.__getitem__), sharing.__getitem__)
 
 
-def gather_ms(size_bytes: float, factors: Factors, accumulation: int, rates: Rates) -> float:
+def gather(size_bytes: float, factors: Factors, accumulation: int, rates: Rates) -> Move:
     """From shards to full weights; levels that only the optimizer splits are gathered once a step, not once a use."""
     parameters, *outer = factors.levels
-    once = sum(rates.gather_ms(size_bytes / level.stride, level) for level in outer)
-    return rates.gather_ms(size_bytes, parameters) + once / accumulation
+    once = sum((rates.gather(size_bytes / level.stride, level) for level in outer), Move())
+    return rates.gather(size_bytes, parameters) + once / accumulation
 
 
-def reduce_ms(numel: float, choice: Choice, factors: Factors, rates: Rates) -> float:
+def reduce(numel: float, choice: Choice, factors: Factors, rates: Rates) -> Move:
     """From full gradients to shards of their sum; levels that gradients are not split over come once a step."""
-    total_ms, summed = 0.0, 1
+    total, summed = Move(), 1
     for index, level in enumerate(factors.levels):
         if level.size == 1:
             continue
         size_bytes = numel * (choice.wire_bytes if summed == 1 else 4) / summed
         # the runtime exchanges 16-bit gradients, to sum them in fp32; what is fp32 already goes by rings
         exchanges = choice.sums == "exchange" or (choice.sums == "auto" and choice.wire_bytes < 4)
-        moved_ms = (
-            rates.exchange_ms(size_bytes, level) if exchanges and summed == 1 else rates.reduce_ms(size_bytes, level)
-        )
-        total_ms += moved_ms / (1 if index < 2 else choice.accumulation)
+        moved = rates.exchange(size_bytes, level) if exchanges and summed == 1 else rates.reduce(size_bytes, level)
+        total += moved / (1 if index < 2 else choice.accumulation)
         summed *= level.size
     replicas = factors.replicas
     if replicas.size > 1:  # an all-reduce in fp32
-        total_ms += rates.sum_ms(numel * 4 / factors.optimizer, replicas) / choice.accumulation
-    return total_ms
+        total += rates.sum(numel * 4 / factors.optimizer, replicas) / choice.accumulation
+    return total
 
 
-def stretch(schedule: Schedule, step_ms: Sequence[float], per_ms: float) -> list[float]:
+def stretch(
+    schedule: Schedule, step_ms: Sequence[float], per_ms: float, loads: Sequence[Loads] | None = None
+) -> list[float]:
     """By how many ms each step is slowed: uses by `per_ms` for each ms of a collective beside them."""
-    starts_ms, ends_ms = schedule.times(step_ms)
+    starts_ms, ends_ms = schedule.times(step_ms, loads)
     placed = list(zip(schedule.lanes, starts_ms, ends_ms, strict=True))
     merged: list[list[float]] = []  # when anything moves
     for start_ms, stop_ms in sorted((start, stop) for lane, start, stop in placed if lane and stop > start):
@@ -247,14 +253,16 @@ def _sum_up(
     times: Iterable[UnitTimes],
     schedule: Schedule,
     durations_ms: tuple[float, ...],
+    loads: tuple[Loads, ...],
     slowed_ms: float,
     once_ms: float,
 ) -> StepTime:
     count = choice.accumulation
     busy_ms = [0.0] * len(LANES)
-    for lane, duration_ms in zip(schedule.lanes, durations_ms, strict=True):
-        busy_ms[lane] += duration_ms
-    end_ms = max(schedule.times(durations_ms)[1], default=0.0)
+    starts_ms, ends_ms = schedule.times(durations_ms, loads)
+    for lane, start_ms, stop_ms in zip(schedule.lanes, starts_ms, ends_ms, strict=True):
+        busy_ms[lane] += stop_ms - start_ms
+    end_ms = max(ends_ms, default=0.0)
     total_ms = count * end_ms + once_ms
     return StepTime(
         total_ms=total_ms,
@@ -268,11 +276,14 @@ def _sum_up(
         tokens_per_s=tokens * count * choice.world / total_ms * 1e3,
         schedule=schedule,
         durations_ms=durations_ms,
+        loads=loads,
     )
 
 
 def _recomputed(unit: UnitWork, choice: Choice) -> str:
     """What of a unit's forward runs again in its backward: "none", "selective" or "full"."""
+    if unit.holds_head and choice.chunked_loss:
+        return "full"
     if not unit.recomputable or choice.recompute == "none":
         return "none"
     if isinstance(choice.recompute, int):

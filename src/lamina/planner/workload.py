@@ -45,6 +45,7 @@ class UnitWork:
     block_index: int = 0  # its number among blocks, for every-n-th recomputation
     saved_bytes: int = 0  # activations that autograd keeps for backward, each storage once, weights left out
     output_bytes: int = 0
+    holds_head: bool = False  # the output layer, which a loss in chunks computes again in backward
 
 
 @dataclass(frozen=True)
@@ -78,5 +79,5 @@ class Choice:
     # how gradients are summed: "exchange" (all-to-all, then locally), "ring" (reduce-scatter), or "auto": what the
     # runtime does on GPUs, exchanges of 16 bit and rings of 32; on a CPU it exchanges both
     sums: str = "auto"
-    chunked_loss: bool = False
+    chunked_loss: bool = False  # output layer and loss a few tokens at a time, and again in backward
     optimizer: str = "adamw"
