@@ -199,12 +199,13 @@ class Failing(Chain):
 
 
 def caught(where: str, strategy: str, slots: int) -> float:
-    """An error on all ranks that the user catches; the next step is clean."""
+    """An error on all ranks that the user catches, in the second backward of a step; the next step is clean."""
     build = lambda: Failing(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))  # noqa: E731
     plain, model = seeded(build), lamina.shard(seeded(build), strategy, units=["blocks.*"], slots=slots)
-    worst = 0.0
+    worst, params = 0.0, list(model.parameters())
     for step in range(4):
         if step in (0, 2):
+            own_step(model, step)
             model.where = where
             try:
                 own_step(model, step)
@@ -213,7 +214,9 @@ def caught(where: str, strategy: str, slots: int) -> float:
             else:
                 raise AssertionError("the error was swallowed")
             model.where = ""
+            assert all(p is q for p, q in zip(model.parameters(), params, strict=True)), "gathered copies are shown"
             model.zero_grad()
+            assert all(p.grad is None for p in params)
         reference_step(plain, step)
         own_step(model, step)
         worst = max(worst, gradient_deviation(model, grads(plain)))

@@ -3,13 +3,14 @@
 torch decides by exact type which tensors its foreach and fused paths take; states and gradients of a Shard may reach a
 step as plain full tensors (Adagrad makes its state in the constructor, a warm optimizer brings it along, a loaded state
 dict holds it, a regulariser outside the forward gives a plain gradient); and `torch.autograd.grad` answers None for a
-parameter whose forward ran on the gathered tensor. `register` closes these three, and nothing else is patched.
+parameter whose forward ran on the gathered tensor, and tells nobody when a backward fails. `register` closes these
+four, and nothing else is patched.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,6 +38,7 @@ _dirty, _grad_of = attrgetter("spec.dirty"), attrgetter("grad")
 _CUT = {Shard, type(None)}  # types of gradients that need nothing
 
 COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag of the copies made of it
+AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # called when an error has ended the outermost backward
 _registered = False
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
 
@@ -157,7 +159,13 @@ def _guarded(function: Any, inputs_at: int) -> Any:
         if inputs is not None:
             outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
             _refuse_unreached(function.__name__, outputs, inputs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            if torch._C._current_graph_task_id() == -1:
+                for clean in AFTER_FAILED_BACKWARDS:
+                    clean()
+            raise
 
     return guarded
 

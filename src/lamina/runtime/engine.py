@@ -30,6 +30,7 @@ from lamina.core.lanes import Lanes
 from lamina.core.program import Op, Step, move_gathers_ahead
 from lamina.core.slots import Slot
 from lamina.errors import StateError
+from lamina.runtime.failed_backward import ENGINES
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.gradients import Gradients
 from lamina.runtime.lockstep import Lockstep
@@ -74,6 +75,7 @@ class Engine:
         self.resident: frozenset[int] = frozenset()  # agreed: units whose home holds weights on every rank
         self.last_forward = 0  # when the last root forward began, among all models of the process
         self._kept_slots: dict[int, list[Slot]] = {}  # by unit, one a `keep` scope
+        ENGINES.add(self)
 
     # ---- phases ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,32 @@
+"""After a backward that has raised: modules show the user's parameters again.
+
+torch drops the callbacks of a backward that ends with an error, and the next forward cleans up what it left. Before
+that, whoever caught the error may call `model.zero_grad()`, save, or look at `model.parameters()`: with the windows of
+the broken backward still open they would find gathered copies there, and gradients would outlive `zero_grad`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS
+from lamina.runtime.phase import Kind
+
+if TYPE_CHECKING:
+    from lamina.runtime.engine import Engine
+
+ENGINES: WeakSet[Engine] = WeakSet()
+
+
+def shut_windows() -> None:
+    """Local. A window that a forward has open around the backward stays: its phase is the forward's."""
+    for engine in list(ENGINES):
+        if engine.phase is not None and engine.phase.key.kind is Kind.BACKWARD:
+            for unit in engine.units:
+                if unit.windows:
+                    unit.swap_out()
+                    unit.windows = 0
+
+
+AFTER_FAILED_BACKWARDS.append(shut_windows)
