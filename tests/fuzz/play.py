@@ -46,7 +46,7 @@ class Job:
 
     def __init__(self, case: Case) -> None:
         self.case, scheme = case, case.scheme
-        self.draw = random.Random(f"job {case.seed}")
+        self.draw, self.failures = random.Random(f"job {case.seed}"), random.Random(f"failures {case.seed}")
         mesh, self.rank = place_on(case.grid, dist.get_rank())
         self.reference, model = Plain(case.seed, scheme), RandomModel(case.seed, scheme.born)
         self.plain = self.reference.masters
@@ -196,14 +196,26 @@ class Job:
         self.compare("load", self.parameters())
 
     def fail(self) -> None:
-        """An error in the middle of a forward, which the user catches."""
-        handle = self.model.blocks[-1].register_forward_pre_hook(_raise)
+        """An error before, in or after the last block, or in its backward, which the user catches."""
+        last, where = self.model.blocks[-1], self.failures.choice(["before", "after", "backward"])
+        if where == "before":
+            handle = last.register_forward_pre_hook(_raise)
+        elif where == "after" or not self.reaches_all():
+            handle = last.register_forward_hook(_raise)
+        else:
+            handle = last.register_forward_hook(_raise_in_backward)
         try:
-            self.model(self.data(98, self.rank, 0, 0), self.rank)
+            self.output(self.model, self.data(98, self.rank, 0, 0), self.rank).sum().backward()
         except ZeroDivisionError:
             pass
         finally:
             handle.remove()
+        for model in (self.model, self.plain):
+            model.zero_grad()  # what a backward leaves that ends in the middle
+
+    def reaches_all(self) -> bool:
+        """Every rank's backward comes to the end of the last block."""
+        return "Cut" not in self.plain.features and self.plain.first.weight.requires_grad
 
     def replicas(self) -> None:
         lamina.check(self.model)
@@ -217,8 +229,12 @@ def _wait(module: nn.Module, args: Any) -> None:
     time.sleep(LATE_S)
 
 
-def _raise(module: nn.Module, args: Any) -> None:
+def _raise(module: nn.Module, *args: Any) -> None:
     raise ZeroDivisionError
+
+
+def _raise_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda gradient: _raise(module))
 
 
 @dataclass(frozen=True)

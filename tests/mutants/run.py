@@ -41,10 +41,10 @@ class Hunt:
         """How it showed: a wrong number, an error of lamina's or of another, a hang."""
         if self.seed is None:
             return ""
-        types = set(re.findall(r"ranks? [\d, \[\]]+: ([A-Z]\w+)(?:: |$)", self.how))
+        types = set(re.findall(r"ranks? [\d, \[\]]+: ([A-Z]\w+)(?::|;|$)", self.how))
         if "Hung" in types:
             return "hang"
-        if "AssertionError" in types and re.search(r"(gradient|optimizer state) of `", self.how):
+        if _is_comparison(self.how):
             return "a gradient where there is none, or none where there is one"
         named = {name for name in types if (ROOT / "src/lamina/errors.py").read_text().find(f"class {name}(") >= 0}
         if named:
@@ -67,7 +67,8 @@ def hunt(patch: Path, seeds: str, *options: str, limit_s: float = LIMIT_S) -> Hu
     with tempfile.TemporaryDirectory() as name:
         apply(patch, Path(name))
         said = _run_jobs(Path(name, "src"), seeds, "--until-wrong", *options, limit_s=limit_s)
-    found = sorted((int(seed), how) for seed, how in re.findall(r"^seed (\d+): (.*)$", said, re.MULTILINE))
+    blocks = re.findall(r"^seed (\d+): (.*?)^    seed=", said, re.MULTILINE | re.DOTALL)
+    found = sorted((int(seed), _errors_first(how)) for seed, how in blocks)
     tried = [int(count) for count in re.findall(r"^(\d+) seeds", said, re.MULTILINE)]
     seed, how = found[0] if found else (None, "" if tried else said.strip()[-300:])
     return Hunt(seed, how, tried[-1] if tried else 0)
@@ -102,6 +103,16 @@ def row_of(patch: Path, limit_s: float) -> str:
         return f"| {patch.stem} | {what} | not found in {result.tried} | | {_short(result.how)} |\n"
     kind = result.kind if is_right_without(result.seed) else "not right without the fault either"
     return f"| {patch.stem} | {what} | {result.seed + 1} | {kind} | {_short(result.how)} |\n"
+
+
+def _errors_first(how: str) -> str:
+    """What ranks said, without tracebacks; a comparison that failed comes before what other ranks then said of it."""
+    said = re.findall(r"^(?:ranks? [\d, \[\]]+: .*)$", how, re.MULTILINE)
+    return "; ".join(sorted(said, key=lambda line: not _is_comparison(line))) or how.strip()
+
+
+def _is_comparison(line: str) -> bool:
+    return re.search(r"AssertionError: (gradient|optimizer state) of `", line) is not None
 
 
 def _short(how: str) -> str:
