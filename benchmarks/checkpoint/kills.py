@@ -32,6 +32,7 @@ from torch import nn
 import lamina
 from lamina.checkpoint import datafile, folders
 from lamina.checkpoint.background import Background
+from lamina.checkpoint.manifest import Manifest, to_json
 
 PHASES = ("stage", "write", "fsync", "manifest", "rename", "retention")
 STEPS_AFTER = 2  # losses that are compared after a restart
@@ -97,7 +98,8 @@ def _inside_write(at_byte: int) -> None:
 def _inside_manifest(place: float) -> None:
     """The manifest's text is there to a part only, or whole and not yet published."""
 
-    def wrapped(path: Path, text: str) -> None:
+    def wrapped(path: Path, manifest: Manifest) -> None:
+        text = to_json(manifest)
         (folders.partial(path) / folders.MANIFEST_NAME).write_text(text[: int(min(1.0, place * 1.2) * len(text))])
         die()
 

@@ -289,7 +289,7 @@ def checkpoint(path: Path, created_ns: int) -> Path:
     folder = folders.prepare(path)
     (folder / "a.safetensors").write_text("abc")
     (folder / "b.safetensors").touch()
-    folders.publish(path, to_json(manifest(created_ns)))
+    folders.publish(path, manifest(created_ns))
     return path
 
 

@@ -29,9 +29,13 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as end:  # help, or arguments that cannot be read
         return end.code if isinstance(end.code, int) else 2
     except LaminaError as error:
-        text = f"[red]{type(error).__name__}[/red]: {_plain(str(error))}"
-        rich.console.Console(stderr=True).print(text, soft_wrap=True)
-        return 1
+        kind, said = type(error).__name__, str(error)
+    except OSError as error:  # of the target: what is wrong with a source has been named
+        kind, said = "OSError", f"{error.strerror}: {error.filename}" if error.filename is not None else str(error)
+    except Exception as error:  # of a format's own library, on files that are not what they say
+        kind, said = type(error).__name__, f"{' '.join(str(error).split())[:300]} (`{' '.join(argv)}`)"
+    rich.console.Console(stderr=True).print(f"[red]{kind}[/red]: {_plain(said)}", soft_wrap=True)
+    return 1
 
 
 def inspect(path: Path, /, parameters: bool = False) -> int:
@@ -47,13 +51,16 @@ def inspect(path: Path, /, parameters: bool = False) -> int:
     if format_of(path) == "lamina" and (found := _inside(path)):
         console.print(_table_of(found))
         return 0
-    source = open_source(path)
+    source, faults = open_source(path), list[str]()
     if isinstance(source, LaminaSource):
         console.print(_summary(path, source.manifest), markup=False, highlight=False, soft_wrap=True)
+        faults = folders.faults(source.where, source.manifest)
     else:
         console.print(f"{format_of(path)}, {len(source.tensors)} tensors", highlight=False)
     if parameters:
         console.print(_parameter_table(source))
+    if faults:
+        raise CheckpointError(f"{path} is not complete: {'; '.join(faults)}")
     return 0
 
 

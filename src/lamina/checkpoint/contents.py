@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lamina.checkpoint.checksums import crc32
 from lamina.checkpoint.datafile import as_bytes, view_of
 from lamina.checkpoint.manifest import Piece
+from lamina.checkpoint.values import check_plain
 from lamina.core.layout import ParamSpec, Segment
 from lamina.core.mesh import DataMesh
 from lamina.core.strategy import Factors
@@ -148,6 +149,7 @@ def whole_tensors(model: nn.Module, held: Sequence[Held]) -> list[Whole]:
             if type(value) not in (Tensor, nn.Parameter):
                 kind = type(value).__name__
                 raise UsageError(f"`{inside}{key}` is a {kind}, which lamina's checkpoints do not hold")
+            check_plain(value, f"`{inside}{key}`")
             found.append(Whole(inside + key, value.detach()))
     return found
 

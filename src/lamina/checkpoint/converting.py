@@ -40,7 +40,6 @@ from lamina.checkpoint.manifest import (
     WholeEntry,
     parameter_key,
     state_key,
-    to_json,
 )
 from lamina.checkpoint.snapshot import file_name, versions
 from lamina.checkpoint.source import LaminaSource, Source, Stored, Transfer
@@ -136,7 +135,7 @@ def write_lamina(found: Everything, target: Path) -> None:
         random=False,
         pickled=tuple(extra.pickled),
     )
-    folders.publish(target, to_json(manifest))
+    folders.publish(target, manifest)
 
 
 def _in_one_piece(value: Tensor) -> ParameterEntry:

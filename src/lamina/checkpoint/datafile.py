@@ -13,6 +13,7 @@ Note [file layout]
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -142,9 +143,9 @@ class Written(NamedTuple):
 
 
 def write_file(path: Path, draft: Draft, chunks: Iterable[memoryview]) -> Written:
-    """Write a file and wait until the disk has it."""
+    """Write a new file and wait until the disk has it."""
     header_numel = len(draft.header())
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         sums = BlockSums(BLOCK_BYTES)
         at = header_numel
@@ -254,36 +255,52 @@ class DataFile:
             raise CheckpointError(
                 f"the header of {self.path} is damaged: its checksum is {crc}, not {header_crc32}. {_ANOTHER}"
             )
+        self._data_at = 8 + length
+        self._data_bytes = actual_bytes - self._data_at
         try:
             entries = json.loads(text)
             self.texts: dict[str, str] = entries.pop("__metadata__", {})
             self.placed = {
                 key: Placed(_DTYPES[e["dtype"]], tuple(e["shape"]), *e["data_offsets"]) for key, e in entries.items()
             }
-        except (ValueError, KeyError, TypeError) as error:
+            self._check_header()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the header of {self.path} is damaged or unknown: {error!r}. {_ANOTHER}") from error
-        self._data_at = 8 + length
-        self._data_bytes = actual_bytes - self._data_at
-        digits = self.texts.get(CRCS, "")
-        self._block_bytes = int(self.texts.get(CRC_LENGTH, BLOCK_BYTES))
-        if not 0 < self._block_bytes <= STAGING_BYTES:
-            raise CheckpointError(f"{self.path} has blocks of {self._block_bytes} bytes: a newer lamina wrote it")
-        self._crcs = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
         end_bytes = max((place.stop_byte for place in self.placed.values()), default=0)
         if end_bytes > self._data_bytes:
             raise CheckpointError(f"{self.path} is cut off: its tensors need {end_bytes} bytes. {_ANOTHER}")
 
-    def place(self, key: str) -> Placed:
+    def _check_header(self) -> None:
+        """ValueError where the entries contradict one another."""
+        for key, (dtype, shape, start_byte, stop_byte) in self.placed.items():
+            if not all(type(size) is int and size >= 0 for size in (*shape, start_byte, stop_byte)):
+                raise ValueError(f"{key}: shape {shape}, bytes {start_byte} to {stop_byte}")
+            if math.prod(shape) * dtype.itemsize != stop_byte - start_byte:
+                raise ValueError(f"{key}: shape {shape} of {dtype} in bytes {start_byte} to {stop_byte}")
+        if not all(isinstance(text, str) for text in self.texts.values()):
+            raise ValueError("texts that are no text")
+        digits, self._block_bytes = self.texts.get(CRCS, ""), int(self.texts.get(CRC_LENGTH, BLOCK_BYTES))
+        if not 0 < self._block_bytes <= STAGING_BYTES:
+            raise ValueError(f"blocks of {self._block_bytes} bytes: a newer lamina wrote it")
+        self._crcs = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
+        if CRCS in self.texts and len(self._crcs) != -(-self._data_bytes // self._block_bytes):
+            raise ValueError(f"{len(self._crcs)} checksums for {self._data_bytes} bytes")
+
+    def place(self, key: str, stop: int = 0) -> Placed:
+        """Where a key lies, which has at least `stop` elements."""
         if key not in self.placed:
             raise CheckpointError(f"{self.path} does not hold `{key}`, which the manifest places there. {_ANOTHER}")
-        return self.placed[key]
+        place = self.placed[key]
+        if place.start_byte + stop * place.dtype.itemsize > place.stop_byte:
+            raise CheckpointError(f"{self.path} holds less of `{key}` than the manifest says. {_ANOTHER}")
+        return place
 
     def check(self, key: str, start: int, stop: int, staging: Tensor) -> None:
         """Compare the checksums of all blocks that hold elements [start, stop) of a stored tensor; each block once.
 
         Files of another origin have no checksums: there, this says only that the key and the bytes exist.
         """
-        place = self.place(key)
+        place = self.place(key, stop)
         item_bytes = place.dtype.itemsize
         self._verify(place.start_byte + start * item_bytes, place.start_byte + stop * item_bytes, staging)
 
@@ -329,7 +346,7 @@ class DataFile:
 
     def read(self, key: str, start: int, into: Tensor, staging: Tensor) -> None:
         """Elements from `start` of a stored tensor into `into` (1-D), cast to its dtype, through the staging buffer."""
-        place = self.place(key)
+        place = self.place(key, start + into.numel())
         stored = place.dtype
         if into.dtype is stored and into.device.type == "cpu" and into.is_contiguous():
             if into.numel():
@@ -344,7 +361,8 @@ class DataFile:
 
     def read_checked(self, key: str, start: int, into: Tensor, staging: Tensor) -> None:
         """`check` and `read` in one pass: for memory that nobody has yet, and nobody gets if a checksum is wrong."""
-        place, stored = self.place(key), self.place(key).dtype
+        place = self.place(key, start + into.numel())
+        stored = place.dtype
         begin = place.start_byte + start * stored.itemsize
         end, rooms = begin + into.numel() * stored.itemsize, self._rooms(staging)
         is_plain = into.dtype is stored and into.device.type == "cpu" and into.is_contiguous()

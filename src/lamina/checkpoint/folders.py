@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from lamina.checkpoint.manifest import MANIFEST_NAME, Manifest, from_json
+from lamina.checkpoint.manifest import MANIFEST_NAME, Manifest, from_json, to_json
 from lamina.errors import CheckpointError, UsageError
 
 
@@ -48,17 +48,29 @@ def prepare(path: Path) -> Path:
     return folder
 
 
-def publish(path: Path, manifest_text: str) -> None:
-    """Write the manifest into the hidden folder, then give the folder its name."""
+def publish(path: Path, manifest: Manifest) -> None:
+    """Write the manifest into the hidden folder, then give the folder its name.
+
+    Raises:
+        CheckpointError: the files are not those that were written. Two jobs that save under one name take each other's
+            folder away; what is left must not replace a good checkpoint.
+    """
     folder = partial(path)
+    _check_undisturbed(path, folder, manifest)
     with open(folder / MANIFEST_NAME, "x") as file:
-        file.write(manifest_text)
+        file.write(to_json(manifest))
         file.flush()
         os.fsync(file.fileno())
-    give_name(path)
+    give_name(path, manifest)
 
 
-def give_name(path: Path) -> None:
+def _check_undisturbed(path: Path, folder: Path, manifest: Manifest) -> None:
+    wrong = faults(folder, manifest)
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong[0]}, though it was written. Does another job save there, too?")
+
+
+def give_name(path: Path, manifest: Manifest | None = None) -> None:
     """Let what is in the hidden folder appear at `path`, all at once; an earlier checkpoint there goes afterwards."""
     folder = partial(path)
     sync_folder(folder)
@@ -67,6 +79,13 @@ def give_name(path: Path) -> None:
         os.rename(path, earlier)
     os.rename(folder, path)
     sync_folder(path.parent)
+    if manifest is not None:
+        try:
+            _check_undisturbed(path, path, manifest)  # before the earlier one goes
+        except CheckpointError:
+            if complete(path) is None:  # else it is the other job's
+                shutil.rmtree(path)
+            raise
     if earlier.exists():
         shutil.rmtree(earlier)
 
@@ -127,19 +146,27 @@ def _no_manifest(folder: Path) -> str:
     return f"{folder} is no checkpoint: it has no {MANIFEST_NAME}, which a save writes last"
 
 
+def faults(folder: Path, manifest: Manifest) -> list[str]:
+    """Files of a checkpoint that are not there in full length."""
+    found = []
+    for entry in manifest.files:
+        try:
+            actual_bytes = os.stat(folder / entry.name).st_size
+        except OSError as error:
+            found.append(f"{entry.name}: {error.strerror}")
+            continue
+        if actual_bytes != entry.size_bytes:
+            found.append(f"{entry.name} has {actual_bytes} bytes, not {entry.size_bytes}")
+    return found
+
+
 def complete(folder: Path) -> Manifest | None:
     """The manifest of a folder all of whose files are there in full length; None if it is not such a folder."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError:
         return None
-    for entry in manifest.files:
-        try:
-            if os.stat(folder / entry.name).st_size != entry.size_bytes:
-                return None
-        except OSError:
-            return None
-    return manifest
+    return None if faults(folder, manifest) else manifest
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -103,6 +103,7 @@ class Manifest:
 
     def check(self) -> None:
         """The law of a manifest; CheckpointError names what is broken."""
+        self._check_kinds()
         count = len(self.files)
         for name, entry in self.parameters.items():
             at = 0
@@ -115,12 +116,44 @@ class Manifest:
         for other, name in self.ties.items():
             if name not in self.parameters or other in self.parameters:
                 raise CheckpointError(f"the manifest ties `{other}` to `{name}`, which it does not hold")
-        for name, buffer in self.buffers.items():
-            if buffer.file is not None and not 0 <= buffer.file < count:
-                raise CheckpointError(f"the manifest places buffer `{name}` in file {buffer.file} of {count}")
+        for name, whole in self._wholes().items():
+            if whole.file is not None and not 0 <= whole.file < count:
+                raise CheckpointError(f"the manifest places `{name}` in file {whole.file} of {count}")
         for name in self.optimizer.states if self.optimizer is not None else ():
             if name not in self.parameters:
                 raise CheckpointError(f"the manifest holds optimizer state of `{name}`, and no such parameter")
+
+    def _wholes(self) -> dict[str, WholeEntry]:
+        states = {} if self.optimizer is None else self.optimizer.states
+        found = {state_key(key, name): whole for name, s in states.items() for key, whole in s.whole.items()}
+        return self.buffers | found
+
+    def _check_kinds(self) -> None:
+        """ValueError where JSON has something else than this class says; paths out of the folder are no names."""
+        wholes = list(self._wholes().values())
+        shaped: list[ParameterEntry | WholeEntry] = [*self.parameters.values(), *wholes]
+        states = {} if self.optimizer is None else self.optimizer.states
+        groups = () if self.optimizer is None else self.optimizer.groups
+        counts = [self.created_ns, *(file.size_bytes for file in self.files)]
+        counts += [size for entry in shaped for size in entry.shape]
+        counts += [number for entry in self.parameters.values() for piece in entry.pieces for number in piece]
+        counts += [whole.file for whole in wholes if whole.file is not None]
+        texts = [self.strategy, *self.ties.values(), *self.writer.values(), *self.pickled]
+        texts += [text for file in self.files for text in (file.name, file.header_crc32)]
+        texts += [entry.dtype for entry in shaped]
+        texts += [dtype for state in states.values() for dtype in state.split.values()]
+        texts += [name for group in groups for name in group.parameters]
+        records = [*(group.options for group in groups), *(state.values for state in states.values())]
+        for wrong in (
+            [number for number in (self.world, *counts) if type(number) is not int or not 0 <= number < 2**63],
+            [text for text in texts if type(text) is not str],
+            [record for record in records if type(record) is not dict],
+            [file.name for file in self.files if file.name in ("", ".", "..") or "/" in file.name],
+            [] if len(self.files) == self.world else [self.world],
+            [] if self.extra in ("none", "shared", "per rank") else [self.extra],
+        ):
+            if wrong:
+                raise ValueError(f"{wrong[0]!r} is something else than belongs there")
 
 
 def parameter_key(name: str) -> str:
@@ -193,9 +226,9 @@ def from_json(text: str, where: str) -> Manifest:
         raise CheckpointError(f"{where} is damaged: its checksum is {_own_crc(body)}, not {stated}. {_TAKE_ANOTHER}")
     try:
         manifest = _from_body(body)
-    except (KeyError, TypeError, ValueError) as error:
+        manifest.check()
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{where} is damaged: {type(error).__name__} {error}. {_TAKE_ANOTHER}") from error
-    manifest.check()
     return manifest
 
 

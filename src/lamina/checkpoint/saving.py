@@ -27,7 +27,7 @@ from lamina.checkpoint import folders
 from lamina.checkpoint.agreed import at_place, attempt, begin_alike, settle, together
 from lamina.checkpoint.background import BACKGROUND, Background
 from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, Written, stream, write_file
-from lamina.checkpoint.manifest import FileEntry, to_json
+from lamina.checkpoint.manifest import FileEntry
 from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
 from lamina.core.control import Control
 from lamina.errors import UsageError
@@ -148,7 +148,7 @@ class Job:
         return write_file(folders.partial(self.target) / file_name(self.rank), draft, stream(draft.items, self.staging))
 
     def _publish(self, files: list[FileEntry]) -> None:
-        folders.publish(self.target, to_json(describe(self.division, files)))
+        folders.publish(self.target, describe(self.division, files))
 
 
 @dataclass

@@ -29,6 +29,7 @@ from lamina.checkpoint.manifest import (
     state_key,
 )
 from lamina.checkpoint.values import decode, dtype_of
+from lamina.errors import CheckpointError, LaminaError
 
 
 class StoredPiece(NamedTuple):
@@ -188,4 +189,12 @@ class LaminaSource(Source):
 
 
 def _decoded(file: DataFile, what: str, staging: Tensor) -> Any:
-    return decode(json.loads(file.texts[what]), lambda number: file.tensor(f"{what}/{number}", staging))
+    """Raises what is damaged under its name; so too what pickle cannot make without the user's own classes."""
+    try:
+        return decode(json.loads(file.texts[what]), lambda number: file.tensor(f"{what}/{number}", staging))
+    except LaminaError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{file.path}: what was saved as `{what}` cannot be read: {type(error).__name__}: {error}"
+        ) from error

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.shard_tensor import Shard
-from lamina.errors import UsageError
+from lamina.errors import CheckpointError, UsageError
 
 TAG = "$"  # a dict with this key is not a dict but what the key says
 _PLAIN = (str, bool, int, float, type(None))
@@ -55,10 +55,10 @@ def _encode(value: Any, where: str, made: Encoded, inline: bool) -> Any:
             "`p.full()` (collective), or leave it out"
         )
     if type(value) in (Tensor, torch.nn.Parameter):
-        return _encode_tensor(value.detach(), made, inline)
+        return _encode_tensor(value.detach(), where, made, inline)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         try:
-            return {TAG: "array", "value": _encode_tensor(torch.from_numpy(np.array(value)), made, inline)}
+            return {TAG: "array", "value": _encode_tensor(torch.from_numpy(np.array(value)), where, made, inline)}
         except TypeError:  # an array dtype that torch has not
             pass
     if type(value) is complex:
@@ -82,13 +82,15 @@ def _encode_dict(value: dict[Any, Any], where: str, made: Encoded, inline: bool)
     return {TAG: type(value).__name__, "items": pairs}
 
 
-def _encode_tensor(value: Tensor, made: Encoded, inline: bool) -> Any:
+def _encode_tensor(value: Tensor, where: str, made: Encoded, inline: bool) -> Any:
+    check_plain(value, where)
     if inline and value.numel() <= 16 and not value.is_complex():
         data = value.cpu()
         return {TAG: "value", "dtype": dtype_name(data.dtype), "shape": list(data.shape), "items": _numbers(data)}
     if value.is_complex():  # data files hold no complex numbers
-        return {TAG: "complex tensor", "value": _encode_tensor(torch.view_as_real(value.resolve_conj()), made, inline)}
-    made.tensors.append(value)
+        pairs = torch.view_as_real(value.resolve_conj())
+        return {TAG: "complex tensor", "value": _encode_tensor(pairs, where, made, inline)}
+    made.tensors.append(value.resolve_neg())
     return {TAG: "tensor", "at": len(made.tensors) - 1}
 
 
@@ -142,8 +144,16 @@ def decode(json: Any, tensors: Sequence[Tensor] | Callable[[int], Tensor] = ()) 
         return dtype_of(json["name"])
     if tag == "scalar":
         return np.dtype(json["dtype"]).type(json["value"])
-    assert tag == "pickle", tag
+    if tag != "pickle":
+        raise CheckpointError(f"a value of kind {tag!r} is unknown: a newer lamina wrote it, or it is damaged")
     return pickle.loads(base64.b64decode(json["base64"]))
+
+
+def check_plain(tensor: Tensor, where: str) -> None:
+    """Refuse what has no values of its own, or not one for each element."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "on meta" if tensor.is_meta else str(tensor.dtype if tensor.is_quantized else tensor.layout)
+        raise UsageError(f"{where} is a tensor {kind}, which checkpoints do not hold: make it dense, or leave it out")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

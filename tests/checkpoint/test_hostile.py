@@ -1,0 +1,219 @@
+"""Files that are not what they say, and jobs that take each other's folder: one clear line, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tempfile
+import unittest.mock
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lamina
+from checkpoint.training import UNITS, build, make_optimizer, own_bits, train
+from lamina.checkpoint import commands, folders, saving
+from lamina.checkpoint.manifest import MANIFEST_NAME, _own_crc
+
+DATA = "rank-00000.safetensors"
+JUNK = [None, -1, 10**30, 1.5, "", "../../x", [], {}, [1, 2], {"a": 1}, True, "float31", float("nan")]
+COMMANDS: list[list[str]] = [["verify"], ["convert", "--to", "torch"], ["export"]]
+
+
+class Job:
+    def __init__(self, seed: int = 0) -> None:
+        self.model = lamina.shard(build(seed), "zero3", units=UNITS)
+        self.optimizer = make_optimizer("torch", self.model)
+        train(self.model, self.optimizer, range(1))
+
+    def save(self, path: Path, **more: Any) -> None:
+        lamina.save(path, self.model, self.optimizer, **more)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return Job()
+
+
+@pytest.fixture
+def good(job: Job, tmp_path: Path) -> Path:
+    job.save(tmp_path / "good" / "a", extra={"t": torch.arange(600.0), (1, 2): {3}})
+    return tmp_path / "good" / "a"
+
+
+def run(path: Path, command: list[str]) -> int:
+    name, *options = command
+    if name not in ("convert", "export"):
+        return commands.main([name, str(path), *options])
+    with tempfile.TemporaryDirectory() as folder:
+        return commands.main([name, str(path), f"{folder}/out", *options])
+
+
+def refused_by_all(path: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    before = own_bits(job.model, job.optimizer)
+    for command in COMMANDS:
+        assert run(path, command) == 1, command
+        said = "".join(capsys.readouterr())
+        assert 0 < len(said.strip().splitlines()) == 1 and "Traceback" not in said, said
+    with pytest.raises(lamina.CheckpointError):
+        lamina.load(path, job.model, job.optimizer)
+    assert all(map(torch.equal, own_bits(job.model, job.optimizer), before))
+
+
+def test_damaged_files_are_refused_in_one_line(good: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(0)
+    for command in COMMANDS:
+        assert run(good, command) == 0
+    capsys.readouterr()
+    for name in (MANIFEST_NAME, DATA):
+        data = (good / name).read_bytes()
+        header = len(data) - 200 if name == MANIFEST_NAME else 8 + int.from_bytes(data[:8], "little")
+        # the last bytes of the data are random states, which an export does not read
+        harms = [(draw.randrange(3, header), 1 << draw.randrange(7)) for _ in range(3)]
+        for at, bit in harms:
+            (good / name).write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+            refused_by_all(good, job, capsys)
+        for length in (0, 7, 100, len(data) - 1):
+            (good / name).write_bytes(data[:length])
+            refused_by_all(good, job, capsys)
+            assert run(good, ["inspect"]) == 1 and "Traceback" not in "".join(capsys.readouterr())
+        (good / name).unlink()
+        refused_by_all(good, job, capsys)
+        (good / name).write_bytes(data)
+    assert lamina.load(good, job.model, job.optimizer)[(1, 2)] == {3}
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in inside:
+        yield (*above, key)
+        yield from places(child, (*above, key))
+
+
+def spoil(value: Any, draw: random.Random, known: list[tuple[Any, ...]]) -> str:
+    """Put junk at one place, or take it away."""
+    *above, last = draw.choice(known)
+    for key in above:
+        value = value[key]
+    junk = draw.choice([*JUNK, "nothing"])
+    if junk == "nothing":
+        del value[last]
+    else:
+        value[last] = junk
+    return f"{(*above, last)}: {junk!r}"
+
+
+def write_manifest(folder: Path, body: dict[str, Any]) -> None:
+    body.pop("crc32")
+    (folder / MANIFEST_NAME).write_text(json.dumps({**body, "crc32": _own_crc(body)}))
+
+
+def spoil_manifest(folder: Path, draw: random.Random) -> str:
+    body = json.loads((folder / MANIFEST_NAME).read_text())
+    what = spoil(body, draw, [place for place in places(body) if place[0] != "crc32"])
+    write_manifest(folder, body)
+    return what
+
+
+def spoil_header(folder: Path, draw: random.Random) -> str:
+    data = (folder / DATA).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:end])
+    what = spoil(entries, draw, list(places(entries)))
+    text = json.dumps(entries).encode()
+    text = len(text).to_bytes(8, "little") + text
+    (folder / DATA).write_bytes(text + data[end:])
+    body = json.loads((folder / MANIFEST_NAME).read_text())
+    body["files"][0] |= {"bytes": len(text) + len(data) - end, "header_crc32": f"{zlib.crc32(text):08x}"}
+    write_manifest(folder, body)
+    return what
+
+
+@pytest.mark.parametrize("spoil_one", [spoil_manifest, spoil_header])
+def test_edits_with_right_checksums_never_end_in_a_traceback(
+    good: Path, job: Job, capsys: pytest.CaptureFixture[str], spoil_one: Callable[[Path, random.Random], str]
+) -> None:
+    """Some edits are harmless; what is refused is refused by name."""
+    draw, other, refused = random.Random(1), good.parent / "other", 0
+    for _ in range(15):
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(good, other)
+        what = spoil_one(other, draw)
+        for command in (["inspect"], *COMMANDS):
+            code = run(other, command)
+            assert "Traceback" not in "".join(capsys.readouterr()) and code in (0, 1), what
+        try:
+            lamina.load(other, job.model, job.optimizer)
+        except (lamina.CheckpointError, lamina.UsageError):
+            refused += 1
+    assert refused >= 5
+
+
+def test_a_name_outside_the_folder_is_no_file_of_a_checkpoint(good: Path, job: Job) -> None:
+    shutil.copy(good / DATA, good.parent / DATA)
+    body = json.loads((good / MANIFEST_NAME).read_text())
+    body["files"][0]["name"] = f"../{DATA}"
+    write_manifest(good, body)
+    with pytest.raises(lamina.CheckpointError, match="is something else than belongs there"):
+        lamina.load(good, job.model, job.optimizer)
+
+
+class Gone:
+    """A class of the user's that is not there when the checkpoint is read."""
+
+
+def test_classes_that_are_gone_are_named(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.save(tmp_path / "a", extra={"mine": Gone()})
+    with unittest.mock.patch.dict(globals()):
+        del globals()["Gone"]
+        assert run(tmp_path / "a", ["inspect"]) == 0
+        assert run(tmp_path / "a", ["convert", "--to", "torch"]) == 1
+        with pytest.raises(lamina.CheckpointError, match="saved as `extra` cannot be read: AttributeError: .*Gone"):
+            lamina.load(tmp_path / "a", job.model, job.optimizer)
+    assert run(tmp_path / "a", ["convert", "--to", "torch"]) == 0
+
+
+def test_tensors_without_plain_values_are_refused_by_name(job: Job, tmp_path: Path) -> None:
+    for value in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        with pytest.raises(lamina.UsageError, match=r"extra\['v'\]\[0\] is a tensor (on meta|torch.sparse_coo)"):
+            job.save(tmp_path / "a", extra={"v": [value]})
+    assert not list(tmp_path.iterdir())
+    lazy = torch.complex(torch.ones(20), torch.arange(20.0)).conj().imag  # negative by a flag
+    job.save(tmp_path / "a", extra=lazy)
+    assert torch.equal(lamina.load(tmp_path / "a", job.model, job.optimizer), -torch.arange(20.0))
+
+
+@pytest.mark.parametrize("moment", ["written", "published"])
+@pytest.mark.parametrize("far", ["prepares", "publishes"])
+def test_two_jobs_in_one_folder(job: Job, tmp_path: Path, moment: str, far: str) -> None:
+    """The other one does all of its save, or begins it, while ours is under way: no ruin passes for a checkpoint."""
+    path = tmp_path / "a"
+    job.save(path, extra="earlier")
+    other, name = Job(seed=4), {"written": "write_file", "published": "describe"}[moment]
+    original = getattr(saving, name)
+
+    def disturbed(*arguments: Any) -> Any:
+        result = original(*arguments)
+        with unittest.mock.patch.object(saving, name, original):
+            if far == "publishes":
+                other.save(path, extra="other")
+            else:
+                shutil.rmtree(folders.partial(path))
+                os.mkdir(folders.partial(path))
+        return result
+
+    with (
+        unittest.mock.patch.object(saving, name, disturbed),
+        pytest.raises(lamina.CheckpointError, match="Does another job save there, too|already|exists|No such file"),
+    ):
+        job.save(path, extra="ours")
+    reader = Job(seed=5)
+    assert lamina.load(path, reader.model, reader.optimizer) == {"prepares": "earlier", "publishes": "other"}[far]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
