@@ -98,9 +98,11 @@ def _inside_write(at_byte: int) -> None:
 def _inside_manifest(place: float) -> None:
     """The manifest's text is there to a part only, or whole and not yet published."""
 
-    def wrapped(path: Path, manifest: Manifest) -> None:
+    def wrapped(path: Path, manifest: Manifest, number: int) -> None:
         text = to_json(manifest)
-        (folders.partial(path) / folders.MANIFEST_NAME).write_text(text[: int(min(1.0, place * 1.2) * len(text))])
+        (folders.partial(path, number) / folders.MANIFEST_NAME).write_text(
+            text[: int(min(1.0, place * 1.2) * len(text))]
+        )
         die()
 
     folders.publish = wrapped

@@ -5,15 +5,18 @@ What a crash leaves is either hidden or complete.
 
 Note [names]   for a checkpoint at `runs/step-10`
     runs/step-10             complete, always
-    runs/.step-10.partial    being written, or left by a crash; the next save of that name begins anew
+    runs/.step-10.partial-1f being written, or left by a crash; the next save of that name begins anew. Each save has a
+                             number: jobs that save under one name do not write into each other's files
     runs/.step-10.replaced   the earlier checkpoint of that name, while (and only while) a new one takes its place
-    runs/.step-10.deleted    being deleted
+    runs/.step-10.1f.deleted being deleted: what others may be looking at is renamed first, all at once
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +29,9 @@ def _beside(path: Path, what: str) -> Path:
     return path.parent / f".{path.name}.{what}"
 
 
-def partial(path: Path) -> Path:
+def partial(path: Path, number: int | None = None) -> Path:
     """Where a checkpoint is written before it is complete."""
-    return _beside(path, "partial")
+    return _beside(path, "partial" if number is None else f"partial-{number:x}")
 
 
 def check_target(path: Path) -> None:
@@ -37,64 +40,63 @@ def check_target(path: Path) -> None:
         raise UsageError(f"{path} exists and is not a checkpoint: save() writes a folder of its own, give another path")
 
 
-def prepare(path: Path) -> Path:
-    """Make the hidden folder; what an earlier, unfinished save left there goes."""
+def prepare(path: Path, number: int | None = None) -> Path:
+    """Make the hidden folder; what earlier, unfinished saves left there goes."""
     recover(path)
-    folder = partial(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists():
-        shutil.rmtree(folder)
+    pattern = re.compile(re.escape(partial(path).name) + "(-[0-9a-f]+)?")
+    for left in [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]:
+        _discard(path, left)
+    folder = partial(path, number)
     folder.mkdir()
     return folder
 
 
-def publish(path: Path, manifest: Manifest) -> None:
+def publish(path: Path, manifest: Manifest, number: int | None = None) -> None:
     """Write the manifest into the hidden folder, then give the folder its name.
 
     Raises:
-        CheckpointError: the files are not those that were written. Two jobs that save under one name take each other's
-            folder away; what is left must not replace a good checkpoint.
+        CheckpointError: files that were written are not there: another job that saves under this name took them for
+            left over.
     """
-    folder = partial(path)
-    _check_undisturbed(path, folder, manifest)
+    folder = partial(path, number)
+    wrong = faults(folder, manifest)
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong[0]}, though it was written. Does another job save there, too?")
     with open(folder / MANIFEST_NAME, "x") as file:
         file.write(to_json(manifest))
         file.flush()
         os.fsync(file.fileno())
-    give_name(path, manifest)
+    give_name(path, number)
 
 
-def _check_undisturbed(path: Path, folder: Path, manifest: Manifest) -> None:
-    wrong = faults(folder, manifest)
-    if wrong:
-        raise CheckpointError(f"{path}: {wrong[0]}, though it was written. Does another job save there, too?")
-
-
-def give_name(path: Path, manifest: Manifest | None = None) -> None:
+def give_name(path: Path, number: int | None = None) -> None:
     """Let what is in the hidden folder appear at `path`, all at once; an earlier checkpoint there goes afterwards."""
-    folder = partial(path)
+    folder = partial(path, number)
     sync_folder(folder)
     earlier = _beside(path, "replaced")
     if (path / MANIFEST_NAME).is_file():
         os.rename(path, earlier)
     os.rename(folder, path)
     sync_folder(path.parent)
-    if manifest is not None:
-        try:
-            _check_undisturbed(path, path, manifest)  # before the earlier one goes
-        except CheckpointError:
-            if complete(path) is None:  # else it is the other job's
-                shutil.rmtree(path)
-            raise
-    if earlier.exists():
-        shutil.rmtree(earlier)
+    _discard(path, earlier)
 
 
-def abandon(path: Path) -> None:
+def _discard(path: Path, folder: Path) -> None:
+    """First the name, by a rename that somebody else may win; then the files."""
+    hidden = _beside(path, f"{secrets.token_hex(4)}.deleted")
+    try:
+        os.rename(folder, hidden)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(hidden)
+
+
+def abandon(path: Path, number: int | None = None) -> None:
     """After a failed save: the earlier checkpoint gets its place back, the hidden folder goes, as far as that works."""
     with contextlib.suppress(OSError):
         recover(path)
-    shutil.rmtree(partial(path), ignore_errors=True)
+    shutil.rmtree(partial(path, number), ignore_errors=True)
 
 
 def recover(path: Path) -> None:
@@ -103,10 +105,11 @@ def recover(path: Path) -> None:
     if not earlier.exists():
         return
     if not path.exists():
-        os.rename(earlier, path)
+        with contextlib.suppress(FileNotFoundError):  # another job was faster
+            os.rename(earlier, path)
         sync_folder(path.parent)
     else:
-        shutil.rmtree(earlier)
+        _discard(path, earlier)
 
 
 def sync_folder(path: Path) -> None:

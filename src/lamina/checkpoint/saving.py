@@ -15,6 +15,7 @@ Between any two of these the ranks agree that all of them succeeded; the last th
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,28 +128,33 @@ class Job:
     def run(self, control: Control) -> None:
         """Write and publish. Collective over `control`; leaves nothing behind if it fails."""
         first = self.rank == 0
-        what = f"saving {self.target}"
+        what, number = f"saving {self.target}", draw_number(control)
         try:
-            together(control, lambda: folders.prepare(self.target) if first else None, what)
-            written = together(control, lambda: self._write(), what)
+            together(control, lambda: folders.prepare(self.target, number) if first else None, what)
+            written = together(control, lambda: self._write(number), what)
             rows = control.exchange([self.rank, written.size_bytes, written.header_crc32])
             files = [FileEntry(file_name(rank), size, f"{crc:08x}") for rank, size, crc in sorted(rows)]
-            together(control, lambda: self._publish(files) if first else None, what)
+            together(control, lambda: self._publish(files, number) if first else None, what)
         except BaseException:
             if first:
-                folders.abandon(self.target)
+                folders.abandon(self.target, number)
             raise
 
     @property
     def rank(self) -> int:
         return self.division.snapshot.runtime.mesh.rank
 
-    def _write(self) -> Written:
-        draft = self.division.draft
-        return write_file(folders.partial(self.target) / file_name(self.rank), draft, stream(draft.items, self.staging))
+    def _write(self, number: int) -> Written:
+        draft, folder = self.division.draft, folders.partial(self.target, number)
+        return write_file(folder / file_name(self.rank), draft, stream(draft.items, self.staging))
 
-    def _publish(self, files: list[FileEntry]) -> None:
-        folders.publish(self.target, describe(self.division, files))
+    def _publish(self, files: list[FileEntry], number: int) -> None:
+        folders.publish(self.target, describe(self.division, files), number)
+
+
+def draw_number(control: Control) -> int:
+    """Of a save; the same on all ranks, and another one in every job. Collective."""
+    return control.exchange([secrets.randbits(32)])[0][0]
 
 
 @dataclass
@@ -159,4 +165,5 @@ class NotCopied:
     failure: Exception
 
     def run(self, control: Control) -> None:
+        draw_number(control)
         settle(control, self.failure, f"copying for {self.target}")
