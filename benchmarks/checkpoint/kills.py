@@ -206,7 +206,8 @@ def run(world: int, room: str, width: int, steps: int, kill: Kill | None, grace_
         theirs.close()
         ends.append(ours)
         processes.append(process)
-    multiprocessing.connection.wait([p.sentinel for p in processes], timeout=300)
+    awaited = processes if kill is None else [processes[kill.rank]]  # the other one may end while it is still dying
+    multiprocessing.connection.wait([p.sentinel for p in awaited], timeout=300)
     deadline = time.monotonic() + (grace_s if kill is not None else 60)
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
