@@ -100,12 +100,13 @@ def _leave_group() -> None:
 
 
 def _failure(error: BaseException) -> Failed:
-    from .core.terminal import frames_text, words_of
+    from .core.terminal import add_notes, frames_text, words_of
     from .errors import LaminaError
 
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next  # begin where the user's code begins
+    add_notes(error)
     words = words_of(error)
     if isinstance(error, LaminaError):
         words += f" [{error.code}: see docs/errors.md]"

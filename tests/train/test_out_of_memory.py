@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lamina
 from harness import RankFailure, run_ranks
 from lamina import cli
+from lamina.core.terminal import add_notes, words_of
 from lamina.errors import OutOfMemory
-from lamina.planner.failing import Place, asked_bytes, ran_out
+from lamina.runtime.failing import Place, asked_bytes, ran_out
 from lamina.train import out_of_memory
 from lamina.train.config import Config
 from lamina.train.gpt import Block
@@ -109,6 +111,41 @@ def test_other_ranks_do_not_hang(tmp_path: Path) -> None:
     errors = failed.value.errors
     assert {rank: error.type_name for rank, error in errors.items()} == {0: "Disagreement", 1: "OutOfMemory"}
     assert "backward of `layers.0`; torch asked for 2.5 GiB more" in str(errors[1])
+
+
+class _Chain(torch.nn.Sequential):
+    fails_in = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[0](x)
+        return self[1](_Fails.apply(x) if self.fails_in == "backward" else x)
+
+
+def own_loop(fails_in: str) -> None:
+    """Nobody catches it; in a launched rank it goes to the launcher."""
+    model = lamina.shard(_Chain(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "zero2", units=[torch.nn.Linear])
+    model.fails_in = fails_in  # type: ignore[assignment]
+    if fails_in == "forward":
+        model[1].register_forward_pre_hook(lambda *_: too_much())
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def noted(fails_in: str) -> tuple[str, list[str]]:
+    """On a rank: the type of the error, and its notes once a terminal would show it."""
+    with pytest.raises(RuntimeError) as failed:
+        own_loop(fails_in)
+    add_notes(failed.value)
+    add_notes(failed.value)
+    assert "recompute=" in words_of(failed.value), "what a terminal shows"
+    return type(failed.value).__name__, failed.value.__notes__
+
+
+@pytest.mark.parametrize("fails_in, kind", [("forward", "RuntimeError"), ("backward", "OutOfMemoryError")])
+def test_a_loop_of_ones_own_gets_a_note(fails_in: str, kind: str) -> None:
+    for name, notes in run_ranks(2, noted, fails_in):
+        (note,) = notes
+        assert name == kind, "it stays torch's"
+        assert f"memory ran out in {fails_in}" in note and "or 'full', strategy='zero3')" in note
 
 
 def test_what_does_not_run_out_is_left_alone(tmp_path: Path) -> None:

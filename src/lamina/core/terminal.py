@@ -9,6 +9,7 @@ everybody at the first exit does not cut it off.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -29,6 +30,8 @@ TOGETHER_S = 1.5  # the same error reaches all ranks within this time
 SPOKEN_S = 3.0  # how long a silent rank waits for the one that speaks
 PAUSE_S = 0.02
 
+Note = Callable[[BaseException], str]
+_notes: list[Note] = []  # what parts above know of errors that are not lamina's
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -69,6 +72,20 @@ def words_of(error: BaseException) -> str:
 def _footer(error: BaseException, ranks: Sequence[int], world: int) -> str:
     who = f"on all {world} ranks" if len(ranks) == world > 1 else f"on {name_ranks(ranks)} of {world}"
     return f"[{who}; {error.code}: see docs/errors.md]" if isinstance(error, LaminaError) else f"[{who}]"
+
+
+def note_with(note: Note) -> None:
+    """Ask `note` about errors that nobody caught; what it says is printed below them."""
+    if note not in _notes:
+        _notes.append(note)
+
+
+def add_notes(error: BaseException) -> None:
+    for note in _notes:
+        with contextlib.suppress(Exception):  # nothing may stand in the way of the error itself
+            text = note(error)
+            if text and text not in getattr(error, "__notes__", ()):
+                error.add_note(text)
 
 
 # ---- who speaks ----------------------------------------------------------------------------------------------------
@@ -156,6 +173,7 @@ class _ExceptHook:
             self.before(kind, error, frames)
             return
         error = better_known(running, error)
+        add_notes(error)
         note_failure(running, error)
         speak(error, lambda ranks, world: self._show(error, ranks, world))
 

@@ -13,6 +13,7 @@ from lamina.core.control import Control
 from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
+from lamina.core.terminal import note_with
 from lamina.errors import StateError, TransportError, UsageError
 from lamina.runtime.agreement import check_same_text, check_start_weights, together
 from lamina.runtime.assemble import (
@@ -27,6 +28,7 @@ from lamina.runtime.assemble import (
 )
 from lamina.runtime.copies import attach
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
+from lamina.runtime.failing import note_of
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import check_sources, materialise_buffers
 from lamina.runtime.newcomers import parameters_beside
@@ -135,6 +137,7 @@ def shard(
         parameters_beside(model, built),
     )
     attach(RUNTIMES[model])
+    note_with(note_of)
     return model
 
 

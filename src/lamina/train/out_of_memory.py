@@ -20,9 +20,9 @@ import torch
 from lamina.checkpoint.api import latest
 from lamina.errors import LaminaError, OutOfMemory
 from lamina.launch import CPU_RANKS
-from lamina.planner.failing import Place, asked_bytes, place_of, ran_out
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.memory import MARGIN, MemoryForecast
+from lamina.runtime.failing import Place, asked_bytes, place_of, ran_out
 from lamina.runtime.report import readable_bytes
 from lamina.train.config import Config, StrategyName
 from lamina.train.folder import next_folder

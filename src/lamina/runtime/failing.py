@@ -3,6 +3,9 @@
 torch says how much was asked for and by which line. A person needs the unit and the phase, because that is where a plan
 has a number. Nothing is noted while a step runs: the frames that the error has passed hold the modules of a forward,
 and the uses that a backward had begun stay open until the next forward cleans up.
+
+`lamina train` makes an error of its own of it, with a forecast. In a loop of one's own the error stays torch's, and
+gets a note when nobody has caught it.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lamina.errors import LaminaError
 from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.phase import Kind
+from lamina.runtime.report import readable_bytes, report
 
 CPU_WORDS = ("can't allocate memory", "not enough memory")  # of torch's allocator for CPUs, which raises RuntimeError
 UNITS_BYTES = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -76,6 +81,28 @@ def place_of(error: BaseException, model: nn.Module) -> Place:
         return Place(phase)
     unit = _unit_of(deepest, model) if deepest or phase != "backward" else _open_unit(model)
     return Place(phase, unit)
+
+
+def note_of(error: BaseException) -> str:
+    """What a terminal says below an error of memory that nobody caught; empty for others. Local, and never raises."""
+    if isinstance(error, LaminaError) or not ran_out(error):
+        return ""
+    places = {model: place_of(error, model) for model in RUNTIMES}
+    inside = {model: place for model, place in places.items() if place.unit or len(places) == 1}
+    if len(inside) != 1:
+        return ""  # no sharded model, or several and nobody knows which
+    ((model, place),) = inside.items()
+    about = report(model)
+    where = f"in {place}" if place.phase != "loss" else "outside the model's forward and backward"
+    kinds = ", ".join(f"{kind} {readable_bytes(size)}" for kind, size in about.memory.items())
+    further = "" if about.strategy == "zero3" else ", strategy='zero3'"
+    return (
+        f"lamina: memory ran out {where}. The model's state is {readable_bytes(about.memory_bytes)} here ({kinds}); "
+        "what else was taken are activations, the loss, and your own tensors.\n"
+        f"Smallest changes first: lamina.shard(..., recompute='selective' or 'full'{further}), or the same batch in "
+        "more passes: `with lamina.accumulate(model, last=...)`. What fits is known before it runs: lamina.plan(model, "
+        "gpus, batch=, seq=)"
+    )
 
 
 def _unit_of(module: str, model: nn.Module) -> str:
