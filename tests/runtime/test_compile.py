@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import lamina
 from harness import run_ranks
@@ -47,3 +48,36 @@ def test_compiled_units_equal_one_process_without_breaks(strategy: str, slots: i
     for worst, breaks, again in run_ranks(2, compiled, strategy, slots, recompute, timeout=120):
         assert worst <= TOLERANCE
         assert (breaks, again) == (0, 0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(self.norm(x))
+
+
+def graphs_of(blocks: int) -> int:
+    """How many graphs a step of so many equal blocks is compiled into, their norms computing wide."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiler = torch.compile
+    torch.compile = functools.partial(compiler, backend="aot_eager")
+    try:
+        model = lamina.shard(
+            nn.Sequential(*(Block() for _ in range(blocks))), units=[Block], precision="bf16", compile=True
+        )
+        model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    finally:
+        torch.compile = compiler
+    return counters["stats"]["unique_graphs"]
+
+
+def test_equal_blocks_are_compiled_once() -> None:
+    """torch compiles one function at most eight times; from then on it runs uncompiled, and says nothing."""
+    for few, many in zip(run_ranks(2, graphs_of, 1), run_ranks(2, graphs_of, 12), strict=True):
+        assert 0 < many == few

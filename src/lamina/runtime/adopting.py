@@ -35,7 +35,7 @@ from lamina.runtime.copies import let_hooks_know
 from lamina.runtime.engine import Engine
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
 from lamina.runtime.materialise import InitRecord, check_sources, materialise, materialise_buffers
-from lamina.runtime.precision import WideForward
+from lamina.runtime.precision import computes_wide
 from lamina.runtime.publishing import open_peers
 from lamina.runtime.unit import Unit, give_memory
 from lamina.transport.peer import Peers
@@ -66,6 +66,8 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
         raise UsageError(f"lamina.adopt() takes a sharded model and a module of it, not a {type(model).__name__}")
     runtime = runtime_of(model)
     control, mesh = runtime.control, runtime.mesh
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)  # once the ranks have met, none reads what another is about to replace
     with _at_adopt(control, type(submodule).__name__), torch.inference_mode(False):
         additions = together(control, lambda: _plan(runtime, model, submodule, start))
         check_same_text(control, "parameters to adopt", [f"start={start}", *additions.text()])
@@ -79,7 +81,6 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
         records += tuple(record for record in taken if record.name not in {each.name for each in records})
         kept = (replace(record, name=names.get(record.name, record.name)) for record in runtime.records)
         runtime.records = (*kept, *records)
-        control.exchange([])  # until here, another rank may still read what was replaced
     return list(additions.parameters.values())
 
 
@@ -199,8 +200,6 @@ def _put_to_rest(runtime: Runtime) -> None:
     engine = runtime.engine
     for unit in engine.units:
         engine.residency.empty(unit)
-    if runtime.device.type == "cuda":
-        torch.cuda.synchronize(runtime.device)
     for unit in engine.units:
         for slot in unit.slots:
             slot.freed = slot.ready = None  # marks on lanes that are given up
@@ -252,7 +251,7 @@ def _wrap_new_modules(runtime: Runtime, model: nn.Module, additions: Additions) 
     """Modules with a new parameter compute wide where all of theirs are kept."""
     owners = {name.rpartition(".")[0] for name in additions.parameters}
     fresh = [(name, model.get_submodule(name)) for name in sorted(owners)]
-    widen([(n, m) for n, m in fresh if not isinstance(m.forward, WideForward)], runtime.precision)
+    widen([(n, m) for n, m in fresh if not computes_wide(m)], runtime.precision)
 
 
 def _succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers | None) -> Engine:

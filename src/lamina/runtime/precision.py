@@ -7,6 +7,8 @@ each unit's border, never in place. Buffers are not touched.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -115,19 +117,45 @@ def wide_dtype(module: nn.Module, precision: Precision) -> torch.dtype:
 class WideForward:
     """A module whose parameters all stay wide computes wide: inputs are cast, outputs cast back to what came in.
 
-    An object, not a closure: in a deepcopy of the model, `inner` becomes the copied module's.
+    For modules whose forward somebody has replaced. An object, not a closure: in a deepcopy of the model, `inner`
+    becomes the copied module's.
     """
 
     inner: Callable[..., Any]
     wide: torch.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        came = next((t.dtype for t in tensors if t.is_floating_point()), None)
-        result = self.inner(*cast_tree(args, self.wide), **cast_tree(kwargs, self.wide))
-        return result if came is None or came is self.wide else cast_tree(result, came)
+        return _computed_wide(self.inner, self.wide, args, kwargs)
+
+
+def _computed_wide(inner: Callable[..., Any], wide: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+    came = next((t.dtype for t in tensors if t.is_floating_point()), None)
+    result = inner(*cast_tree(args, wide), **cast_tree(kwargs, wide))
+    return result if came is None or came is wide else cast_tree(result, came)
+
+
+def _wide_method(kind: type[nn.Module], wide: torch.dtype) -> Callable[..., Any]:
+    """The forward of a class, computed wide.
+
+    A method, not an object: compiled code asks of an object whether it is the same one, so every layer of a model would
+    be compiled by itself, and after eight of them none; of a method it asks whether the function is.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _computed_wide(functools.partial(kind.forward, self), wide, args, kwargs)
+
+    forward.computes_wide = True  # type: ignore[attr-defined]
+    return forward
+
+
+def computes_wide(module: nn.Module) -> bool:
+    """Whether `wrap_kept_module` was here before."""
+    return isinstance(module.forward, WideForward) or getattr(module.forward, "computes_wide", False)
 
 
 def wrap_kept_module(module: nn.Module, wide: torch.dtype) -> None:
     """Let a module compute in a wide dtype."""
-    module.forward = WideForward(module.forward, wide)  # type: ignore[method-assign]
+    own = "forward" in vars(module)
+    wrapped = WideForward(module.forward, wide) if own else types.MethodType(_wide_method(type(module), wide), module)
+    module.forward = wrapped  # type: ignore[method-assign]
