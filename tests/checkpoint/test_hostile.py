@@ -141,7 +141,7 @@ def test_edits_with_right_checksums_never_end_in_a_traceback(
 ) -> None:
     """Some edits are harmless; what is refused is refused by name."""
     draw, other, refused = random.Random(1), good.parent / "other", 0
-    for _ in range(15):
+    for _ in range(9):
         shutil.rmtree(other, ignore_errors=True)
         shutil.copytree(good, other)
         what = spoil_one(other, draw)
@@ -152,7 +152,7 @@ def test_edits_with_right_checksums_never_end_in_a_traceback(
             lamina.load(other, job.model, job.optimizer)
         except (lamina.CheckpointError, lamina.UsageError):
             refused += 1
-    assert refused >= 5
+    assert refused >= 3
 
 
 def test_a_name_outside_the_folder_is_no_file_of_a_checkpoint(good: Path, job: Job) -> None:
