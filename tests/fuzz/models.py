@@ -207,6 +207,20 @@ class Cut(Layer):
         return x.detach() if rank % 3 == self.remainder else x
 
 
+class Branches(Layer):
+    """Two layers side by side, which every second rank uses in the other order."""
+
+    def __init__(self, one: Layer, other: Layer) -> None:
+        super().__init__()
+        self.one, self.other = one, other
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        if rank % 2:
+            other = self.other(x, rank)
+            return self.one(x, rank) + other
+        return self.one(x, rank) + self.other(x, rank)
+
+
 class Reads(Layer):
     """The parent reads the weight of a child, beside calling it or instead."""
 
@@ -305,6 +319,11 @@ class RandomModel(nn.Module):
             place = draw.randrange(len(self.blocks))
             self.blocks[place] = Cut(self.blocks[place], draw.randrange(3))
             maker.features.add("Cut")
+        beside = random.Random(f"beside {seed}")
+        if beside.random() < 0.15:
+            place = beside.randrange(len(self.blocks))
+            self.blocks[place] = Branches(self.blocks[place], Wide(beside))
+            maker.features.add("Branches")
         self.gain = nn.Parameter(torch.tensor(1.2))  # always trains: every rank's loss has a gradient
         self.features = frozenset(maker.features)
         self._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -79,13 +79,15 @@ def _wrong(outcomes: Sequence[Outcome]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", default="0:100")
+    parser.add_argument("--seeds", default="0:100", help="0:100, or 3,17,40:50")
     parser.add_argument("--show", action="store_true", help="describe every case")
     parser.add_argument("--until-wrong", action="store_true", help="end soon after the first seed that is not right")
     parser.add_argument("--here", action="store_true", help="only jobs of one rank, in this process: for a debugger")
     options = parser.parse_args()
-    first, _, stop = options.seeds.partition(":")
-    seeds = range(int(first), int(stop or int(first) + 1))
+    seeds: list[int] = []
+    for part in options.seeds.split(","):
+        first, _, stop = part.partition(":")
+        seeds += range(int(first), int(stop or int(first) + 1))
     began, wrong, done, features = time.monotonic(), 0, 0, Counter[str]()
     worst: dict[str, float] = defaultdict(float)
     size = BATCH // 4 if options.until_wrong else BATCH
