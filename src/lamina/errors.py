@@ -11,8 +11,7 @@
     ├── TransportError      (RuntimeError)         bytes that cannot be moved here
     ├── CheckpointError     (RuntimeError)         a checkpoint that cannot be written, is damaged, or does not fit
     ├── OutOfMemory         (RuntimeError)         memory ran out in a step, and what would fit
-    ├── LaunchError         (RuntimeError)         a launched rank that failed
-    └── NotBuilt            (NotImplementedError)  a name of the public API whose part is still to come
+    └── LaunchError         (RuntimeError)         a launched rank that failed
 
 A message names the parameter, the ranks, what was got and what was wanted, and what to type.
 """
@@ -93,9 +92,3 @@ class LaunchError(LaminaError, RuntimeError):
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the rank's frames are in the message, and the launcher's are nobody's business."""
         return [f"{type(self).__name__}: {self}"]
-
-
-class NotBuilt(LaminaError, NotImplementedError):
-    """A name of the public API whose part is still to come."""
-
-    code = "LAM-X"
