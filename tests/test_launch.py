@@ -250,6 +250,18 @@ def test_a_mistake_on_every_rank_is_said_once(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_rank_that_starts_late_is_waited_for_to_say_a_mistake_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "import os, time; time.sleep(3 * (os.environ['RANK'] == '0')); "  # longer than for ranks that have started
+    popen = subprocess.Popen
+
+    def start(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        return popen([*command[:-1], slow + command[-1]] if command[-2] == "-c" else command, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(LaunchError, match="failed on all 2 ranks: ValueError: one"):
+        launch(define("def work():\n    raise ValueError('one')"), 2)
+
+
 def test_a_died_rank_ends_the_others() -> None:
     work = define(
         """

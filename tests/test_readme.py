@@ -92,7 +92,7 @@ def test_the_commands() -> None:
         assert command.startswith("pip install torch==2.13.0 && ") and "\n" not in command
     assert first.endswith("pip install -e . && lamina train")
     assert 'lamina = "lamina.cli:main"' in (ROOT / "pyproject.toml").read_text()
-    assert second.endswith("python -m pytest -n 2 --dist loadfile")
+    assert second.endswith("python -m pytest -n 3 --dist loadfile")
     assert "grep -m 1 '^pip install .*pytest' README.md" in (ROOT / ".ci" / "run").read_text()
 
 

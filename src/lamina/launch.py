@@ -27,10 +27,11 @@ from torch.distributed import TCPStore
 
 from . import ship
 from .errors import LaunchError, UsageError
-from .launched import Ask, Failed, Report, Returned
+from .launched import Ask, Failed, Report, Returned, Started
 
 CPU_RANKS = 2  # without a GPU, two ranks show what the same code does on many devices
 POLITE_S = 1.0  # from SIGINT to SIGKILL: `finally` blocks may run; well under the three seconds that are promised
+START_S = 10.0  # imports that other ranks may still be busy with when one has failed
 SAME_ERROR_S = 1.5  # a mistake of the user is raised on every rank at nearly the same time: wait to say it once
 EXIT_S = 5.0  # how long a rank that has returned may take to exit
 
@@ -120,6 +121,7 @@ class _Rank:
 
     def __init__(self, index: int, ask: Ask, environment: dict[str, str]) -> None:
         self.index = index
+        self.has_started = False
         self.report: Report | None = None
         ours, theirs = Pipe()
         # lamina and the function's modules must be found as they are found here; `__main__` must stay empty.
@@ -159,7 +161,11 @@ class _Rank:
     def read_report(self) -> None:
         assert self.pipe is not None
         try:
-            self.report = pickle.loads(self.pipe.recv_bytes())
+            said = pickle.loads(self.pipe.recv_bytes())
+            if isinstance(said, Started):
+                self.has_started = True
+            else:
+                self.report = said
         except (EOFError, OSError):
             self.pipe = None
 
@@ -189,7 +195,8 @@ class _Run:
             while any(rank.report is None for rank in self._ranks) and not self._failed():
                 self._read(timeout_s=None)
             if self._failed():
-                self._read_for(SAME_ERROR_S, until_all_reported=True)
+                self._read_for(START_S, until=lambda rank: rank.has_started)
+                self._read_for(SAME_ERROR_S, until=lambda rank: rank.report is not None)
                 raise LaunchError(self._message()) from None
             self._read_for(EXIT_S)
         finally:
@@ -217,10 +224,13 @@ class _Run:
                 outputs[ready].read_output()
         return True
 
-    def _read_for(self, seconds: float, until_all_reported: bool = False) -> None:
+    def _read_for(self, seconds: float, until: Callable[[_Rank], bool] | None = None) -> None:
+        """`until` holds for every rank that lives, if it is given."""
         deadline = time.monotonic() + seconds
-        while (left_s := deadline - time.monotonic()) > 0 and self._read(left_s):
-            if until_all_reported and not any(rank.report is None and rank.pipe is not None for rank in self._ranks):
+        while (left_s := deadline - time.monotonic()) > 0:
+            if until is not None and all(rank.pipe is None or until(rank) for rank in self._ranks):
+                return
+            if not self._read(left_s):
                 return
 
     def _end(self) -> None:

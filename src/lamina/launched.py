@@ -1,8 +1,8 @@
 """The rank's half of `launch`: what runs in each new process.
 
 The process starts with an empty `__main__`, into which ship.py puts what the function needs. It talks to the launcher
-over one pipe: in comes `Ask`, out go `Returned` or `Failed`. A rank that failed waits to be ended, so that its
-peers see no broken connection whose error would hide the cause; a rank whose launcher is gone ends itself.
+over one pipe: in comes `Ask`, out go `Started`, then `Returned` or `Failed`. A rank that failed waits to be ended, so
+that its peers see no broken connection whose error would hide the cause; a rank whose launcher is gone ends itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class Ask(NamedTuple):
     folder: str
 
 
+class Started(NamedTuple):
+    """All is imported, the function is about to be called."""
+
+
 class Returned(NamedTuple):
     result: bytes | None  # pickled; rank 0 only
 
@@ -42,6 +46,7 @@ def main(descriptor: int) -> None:
     pipe = Connection(descriptor)
     ask: Ask = pickle.loads(pipe.recv_bytes())
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()
+    pipe.send_bytes(pickle.dumps(Started()))
     try:
         report: Report = Returned(_call(ask))
     except KeyboardInterrupt:

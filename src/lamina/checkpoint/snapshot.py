@@ -153,16 +153,12 @@ def file_name(rank: int) -> str:
 def _own_version() -> str:
     try:
         return version("lamina")
-    except PackageNotFoundError:  # run from a source tree
+    except PackageNotFoundError:  # its sources lie on the path, it was not installed
         return str(sys.modules["lamina"].__version__)  # type: ignore[attr-defined]
 
 
 def versions() -> dict[str, str]:
-    try:
-        own = version("lamina")
-    except PackageNotFoundError:  # its sources lie on the path, it was not installed
-        own = "unknown"
-    return {"lamina": own, "torch": torch.__version__}
+    return {"lamina": _own_version(), "torch": torch.__version__}
 
 
 def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:

@@ -20,13 +20,17 @@ ENGINES: WeakSet[Engine] = WeakSet()
 
 
 def shut_windows() -> None:
-    """Local. A window that a forward has open around the backward stays: its phase is the forward's."""
+    """Local. A window that a forward has open around the backward stays: its phase is the forward's.
+
+    Gradients that were there before the backward are there again; what it had added is dropped.
+    """
     for engine in list(ENGINES):
         if engine.phase is not None and engine.phase.key.kind is Kind.BACKWARD:
             for unit in engine.units:
                 if unit.windows:
                     unit.swap_out()
                     unit.windows = 0
+            engine.gradients.restore()
 
 
 AFTER_FAILED_BACKWARDS.append(shut_windows)

@@ -3,6 +3,11 @@
 Note [None or zero]
     `p.grad` is None where no rank used the parameter, and there on every rank where any did. A rank that has a gradient
     for everything knows the answer; only one that lacks some waits for the other ranks' flags.
+
+Note [Given up]
+    Sums of micro-batches that are not reduced yet belong to `p.grad`, as in torch: who clears it has given them up, and
+    the next backward begins with zeros in their place. The sums stay allocated, so that what ranks send does not depend
+    on it.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from torch import Tensor
 from lamina.core.control import Control, Flags, finish
 from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.slots import Slot, SlotState
+from lamina.errors import StateError
 from lamina.runtime.phase import Phase
 from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
@@ -39,6 +45,7 @@ class Gradients:
         self.accumulating = False
         self.contributes = True  # False: this rank has run out of data and reduces zeros
         self.active_ranks = control.world  # over which gradients are averaged
+        self._versions: dict[int, int] = {}  # of gradients, by id, when the last micro-batch had ended
         self._tokens: Tensor | None = None  # counted in this step's micro-batches, to be divided by at its end
 
     def set_share(self, contributes: bool, active_ranks: int) -> None:
@@ -52,6 +59,8 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
+        if self.reducer.partials:
+            self._give_up()
         for unit in self.units:
             if unit.plain and not unit.kept:
                 self.set_aside(unit)
@@ -150,6 +159,7 @@ class Gradients:
         used = self._used_anywhere(complete)
         for index in complete:
             unit = self.units[index]
+            unit.gradients.forget_pending()
             unit.gradients.bind([a or b for a, b in zip(used[index], unit.gradients.had, strict=True)])
             unit.gradients.touched = [False] * len(unit.params)
         for unit in self.units:
@@ -157,6 +167,56 @@ class Gradients:
                 unit.gradients.fresh = False
                 if unit.index not in complete:
                     unit.gradients.bind(unit.gradients.had)
+        for index in self.reducer.partials:
+            self.units[index].gradients.hold_places()
+        if self._tokens is not None and not self.reducer.partials:
+            grads = (grad for unit in self.units for grad in map(_grad_of, unit.params) if grad is not None)
+            self._versions = {id(grad): grad._version for grad in grads}
+
+    def _give_up(self) -> None:
+        """Forget the sums of which `p.grad` was cleared. See Note [Given up]."""
+        units = [self.units[index] for index in self.reducer.partials if self.units[index].gradients.pending]
+        cleared_units = 0
+        for unit in units:
+            cleared, held = unit.gradients.given_up(), unit.gradients.pending
+            if not cleared:
+                continue
+            if len(cleared) < len(held):
+                left = next(held[i].parameter_name for i in held if i not in cleared)
+                raise StateError(
+                    f"sums of micro-batches wait for the gradients of `{unit.name or 'root'}`, and some were cleared: "
+                    f"that of `{held[cleared[0]].parameter_name}`, not that of `{left}`. Clear all "
+                    "(`model.zero_grad()`) or none"
+                )
+            self.reducer.forget_sums(unit)
+            unit.gradients.forget_pending()
+            unit.gradients.touched = [False] * len(unit.params)
+            cleared_units += 1
+        if units and cleared_units == len(units):
+            self._tokens = None
+
+    def _are_cleared(self) -> bool:
+        """Whether the gradients of earlier micro-batches, whose tokens are counted, were cleared."""
+        grads = [grad for unit in self.units for grad in map(_grad_of, unit.params) if grad is not None]
+        if any(self._versions.get(id(grad), grad._version) != grad._version for grad in grads):
+            raise StateError(
+                "gradients were written to between micro-batches whose tokens are still being counted: zeroed, they "
+                "would begin a new step, scaled, they would go on with the old one. Clear them by "
+                "`zero_grad(set_to_none=True)`, or give `lamina.token_mean` the total of all micro-batches "
+                "(`total=lamina.total(count)`)"
+            )
+        return not grads
+
+    def restore(self) -> None:
+        """A backward has failed: plain units' parameters show what they had before it."""
+        for unit in self.units:
+            if unit.plain and unit.gradients.fresh and not unit.kept:
+                unit.gradients.fresh = False
+                for param in unit.params:
+                    param.grad = None
+                unit.gradients.bind(unit.gradients.had)
+                if unit.index in self.reducer.partials:
+                    unit.gradients.hold_places()
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
         """By unit and parameter: has any rank a gradient? See Note [None or zero]."""
@@ -173,6 +233,10 @@ class Gradients:
 
     def add_tokens(self, count: Tensor) -> None:
         """Tokens of one micro-batch, by which the last one will divide."""
+        if self.reducer.partials:
+            self._give_up()
+        elif self._tokens is not None and self._are_cleared():
+            self._tokens = None
         self._tokens = count.clone() if self._tokens is None else self._tokens + count
 
     def _divide_by_tokens(self, complete: Sequence[int]) -> None:

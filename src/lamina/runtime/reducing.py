@@ -216,6 +216,12 @@ class Reducer:
                 total.add_(source)
         return sums
 
+    def forget_sums(self, unit: Unit) -> None:
+        """Begin a unit's partial sums anew."""
+        with self.lanes.reduce.running():
+            for total in self.partials[unit.index].sums:
+                total.zero_()
+
     def _partial(self, unit: Unit, climbed: int, numels: Sequence[int]) -> Partial:
         if unit.index not in self.partials:
             sums = [

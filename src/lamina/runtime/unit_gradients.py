@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lamina.core.layout import UnitLayout
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard
+from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
 
 _grad_of = attrgetter("grad")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
@@ -39,6 +40,7 @@ class UnitGradients:
         self.valid = [False] * len(params)  # the range holds this parameter's accumulated gradient
         self.earlier: dict[int, Tensor] = {}  # kept apart while tensor hooks see the new ones
         self.touched = [False] * len(params)  # this rank contributed in the current backward
+        self.pending: dict[int, PendingGradient] = {}  # what p.grad is while sums of micro-batches wait
         self.fresh = False  # plain: p.grad holds this backward's gradients only
 
     def make(self) -> None:
@@ -68,7 +70,7 @@ class UnitGradients:
         if not self.ranges or self._are_away:
             return
         with AS_PLAIN():
-            if any(grad is not None for grad in map(_grad_of, self.params)):
+            if any(grad is not None and type(grad) is not PendingGradient for grad in map(_grad_of, self.params)):
                 return
         held = self._held_elsewhere() or ()
         for position, is_held in enumerate(held):
@@ -103,6 +105,8 @@ class UnitGradients:
         with AS_PLAIN():
             grads = list(map(_grad_of, self.params))
         for i, grad in enumerate(grads):
+            if type(grad) is PendingGradient:
+                grad = None
             self.valid[i] = self.had[i] = grad is not None
             if grad is None:
                 if held is not None and held[i]:
@@ -147,6 +151,28 @@ class UnitGradients:
             for position, is_used in enumerate(used):
                 if is_used:
                     self._call_hooks(position, self.params[position], self.views[position])
+
+    def hold_places(self) -> None:
+        """Sums wait: p.grad shows it where this rank has contributed and there was no gradient."""
+        with AS_PLAIN():
+            for i, param in enumerate(self.params):
+                if self.touched[i] and param.grad is None:
+                    if i not in self.pending:
+                        self.pending[i] = pending_gradient(param, self.layout.params[i].name)
+                    param.grad = self.pending[i]
+
+    def given_up(self) -> list[int]:
+        """Whose places were cleared since they were held."""
+        with AS_PLAIN():
+            return [i for i, held in self.pending.items() if self.params[i].grad is None or held.given_up]
+
+    def forget_pending(self) -> None:
+        """There are no sums any more."""
+        with AS_PLAIN():
+            for i, held in self.pending.items():
+                if self.params[i].grad is held:
+                    self.params[i].grad = None
+        self.pending = {}
 
     def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
         """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
