@@ -121,6 +121,8 @@ class _LinearLoss(torch.autograd.Function):
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, rounded to the dtype of `total` alone, which may be wider than that of the factors."""
+    if total.is_meta:
+        return  # forecasts: nothing to compute, and not every torch has the product below there
     if total.dtype != a.dtype and total.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:

@@ -71,9 +71,8 @@ def message(training: Training, place: Place, asked: int | None, launched: bool)
         lines += [_moment(failed, place), *_cures(found, failed, _command(training, launched))]
     except (LaminaError, RuntimeError, MemoryError) as problem:
         first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        lines.append(
-            f"No forecast of it: {first} Less memory take --recompute selective, --accumulate 2, --strategy zero3"
-        )
+        more = ", --strategy zero3" if world > 1 else ""
+        lines.append(f"No forecast of it: {first} Less memory take --recompute selective, --accumulate 2{more}")
     return "\n".join(lines)
 
 
