@@ -157,12 +157,11 @@ def lamina_way(size: str, transport: str = "c10d", captures: bool = False, compi
 
     precision = lamina.Precision(compute=torch.bfloat16, keep=())
     model = lamina.shard(seeded(size), precision=precision, transport=transport, compile=compiles)
-    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4, max_norm=1.0)
 
     def update(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = model(tokens, targets)
         loss.backward()
-        lamina.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

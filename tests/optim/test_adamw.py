@@ -14,6 +14,7 @@ from torch import nn
 import lamina
 from harness import expect_error, run_ranks
 from lamina.core.shard_tensor import Shard
+from lamina.errors import UsageError
 from lamina.optim import AdamW
 from lamina.runtime.access import runtime_of
 from optim.training import Model, backward, batch, difference, groups_of, kernels, pair, state_difference
@@ -265,8 +266,40 @@ def moved_parameters() -> None:
         assert difference(reference.parameters(), sharded.parameters()) < EXACT
 
 
+def clipping_in_the_step() -> None:
+    """max_norm equals clip_grad_norm_ before the step: gradients missing, foreign, below the norm, scaled; copies."""
+    for strategy, dtype, tolerance in (("zero3", torch.float64, EXACT), ("ddp", torch.float32, 2e-6)):
+        reference, sharded = pair(strategy, dtype=dtype)
+        plain, ours = torch.optim.AdamW(groups_of(reference)), AdamW(groups_of(sharded), max_norm=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step in range(6):
+            is_scaled = dtype is torch.float32 and step > 3
+            backward(reference, sharded, step, use_extra=step not in (1, 2))
+            if step == 2:
+                reference.head.bias.grad, sharded.head.bias.grad = torch.full((2, 5), 3.0, dtype=dtype)
+            ours.max_norm = 1e4 if step == 3 else 0.1
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), ours.max_norm)
+            plain.step()
+            if is_scaled:
+                for param in sharded.parameters():
+                    if param.grad is not None:
+                        param.grad.mul_(16.0)
+                scaler.scale(torch.ones(()))
+                scaler.step(ours)
+                scaler.update()
+            else:
+                ours.step()
+            assert ours.grad_norm is not None and abs(ours.grad_norm.item() / norm.item() - 1) < tolerance, step
+            assert step == 3 or norm > 0.1
+            plain.zero_grad()
+            ours.zero_grad()
+            assert difference(reference.parameters(), sharded.parameters()) < tolerance, step
+        assert copy.deepcopy(ours).max_norm == 0.1
+
+
 def everything() -> None:
     for check in (
+        clipping_in_the_step,
         few_ranges,
         order_of_building,
         foreign_gradients,
@@ -324,6 +357,12 @@ def memory_and_precision() -> None:
 
 def test_memory_and_precision() -> None:
     run_ranks(2, memory_and_precision)
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1"])
+def test_a_norm_that_is_none_is_refused(max_norm: Any) -> None:
+    with pytest.raises(UsageError, match="max_norm"):
+        AdamW([nn.Parameter(torch.ones(1))], max_norm=max_norm)
 
 
 def wrong_gradient() -> None:

@@ -9,23 +9,29 @@ buffers, so here the lists hold a few ranges, made once:
 
 Calls are made anew when a gradient appears, goes away or is replaced by another tensor, and when groups or states
 change; hyperparameters are read from the groups at every step. The algorithm is that of Loshchilov and Hutter,
-"Decoupled weight decay regularization", by torch's own kernel.
+"Decoupled weight decay regularization", by torch's own kernel, or on GPUs by ours (`adamw_kernel`) where it fits.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lamina.errors import UsageError
+from lamina.optim.clip import Norm
 from lamina.optim.moments import FLAT, Home, make_steps, stepping
 from lamina.optim.places import find_places, local_of
 from lamina.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from lamina.optim.adamw_kernel import Table
 
 
 @dataclass
@@ -38,6 +44,7 @@ class Call:
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)  # 0-dim
     loose: list[tuple[int, Tensor]] = field(default_factory=list)  # entry, parameter: looked up at every step
+    table: Table | None = None  # for our own kernel
 
 
 @dataclass
@@ -61,9 +68,16 @@ class AdamW(torch.optim.AdamW):
         lr: a number, or a tensor with one element.
         betas, eps, weight_decay, amsgrad, maximize, capturable: as in torch.
         fused: accepted for code that passes it to torch's; False is refused.
+        max_norm: clip gradients to this global norm in the step itself, with the result of `lamina.clip_grad_norm_`
+            before it and one or two passes over memory less. The step is then collective, and what `p.grad` holds
+            between it and `zero_grad()` is not defined. May be set later, as an attribute.
+
+    Attributes:
+        grad_norm: with `max_norm`, the norm that the last step found before clipping: 0-dim, on the device, equal on
+            all ranks. None before.
 
     Raises:
-        UsageError: `fused=False`; a sparse gradient.
+        UsageError: `fused=False`; a sparse gradient; a `max_norm` that is not positive.
         ParameterChanged: a parameter was cast or moved after `lamina.shard()`.
     """
 
@@ -75,6 +89,9 @@ class AdamW(torch.optim.AdamW):
     _kinds: list[list[int]] | None = None
     _seen: Seen | None = None
     _rates: Sequence[Tensor] = ()  # learning rates by group, 0-dim on the device: what a captured step reads
+    _norm: Norm | None = None  # of the gradients that a step takes; None: to be made anew
+    max_norm: float | None = None
+    grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -88,12 +105,19 @@ class AdamW(torch.optim.AdamW):
         maximize: bool = False,
         capturable: bool = False,
         fused: bool | None = True,
+        max_norm: float | None = None,
     ) -> None:
         if fused is False:
             raise UsageError("lamina.optim.AdamW is always fused: leave `fused` out, or use torch.optim.AdamW")
+        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+            raise UsageError(f"lamina.optim.AdamW(max_norm={max_norm!r}): a positive number, or None not to clip")
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable, fused=True
         )
+        self.max_norm = max_norm
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what `load_state_dict` calls; the groups of a torch.optim.AdamW may say that it was not fused."""
@@ -104,7 +128,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient. Local: no communication."""
+        """Update every parameter that has a gradient. Local, unless `max_norm` asks for the norm."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -115,18 +139,36 @@ class AdamW(torch.optim.AdamW):
         if kinds != self._kinds:
             self._draw(kinds)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        factor = None if self.max_norm is None else self._clip_factor(scale)
         for counts in self._counts:
             torch._foreach_add_(counts, 1)
-        rates = self._rates if self._rates and torch.cuda.is_current_stream_capturing() else None
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        rates = self._rates if self._rates and is_captured else None
         for call in self._calls:
             group = self.param_groups[call.group]
-            _run(call, group, group["lr"] if rates is None else rates[call.group], scale, found_inf)
+            rate = group["lr"] if rates is None else rates[call.group]
+            if is_captured or not _run_own(call, group, rate, scale, found_inf, factor):
+                _run(call, group, rate, scale, found_inf, factor)
         if found_inf is not None:  # a step that the kernels left out does not count
             for counts in self._counts:
                 torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
         for unit in self._units:
             unit.dirty.mark()
         return loss
+
+    def _clip_factor(self, scale: Tensor | None) -> Tensor:
+        """What gradients are to be multiplied by so that their norm is at most `max_norm`; collective."""
+        assert self.max_norm is not None
+        if self._norm is None:
+            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            self._norm = Norm(params)
+        norm = self._norm.total()
+        if any(call.loose for call in self._calls):
+            self._norm = None  # gradients of no fixed place
+        if scale is not None:
+            norm = norm / scale.to(norm.device, non_blocking=True)
+        self.grad_norm = norm
+        return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def hold_rates(self) -> None:
         """Give the learning rates a place on the device, which a captured step reads. See `lamina.capture`."""
@@ -212,7 +254,7 @@ class AdamW(torch.optim.AdamW):
                 _add_range(call, home, start, end, flat=here[start] == FLAT)
             if home.unit is not None:
                 units[id(home.unit)] = home.unit
-        self._calls = [call for call in calls.values() if call.params]
+        self._calls, self._norm = [call for call in calls.values() if call.params], None
         self._counts, self._units = stepping(self._homes, kinds), list(units.values())
         self._kinds = kinds
         self._remember()
@@ -272,12 +314,22 @@ def _gradient(grad: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(param).copy_(grad)
 
 
-def _run(call: Call, group: dict[str, Any], lr: float | Tensor, scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _run(
+    call: Call,
+    group: dict[str, Any],
+    lr: float | Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    factor: Tensor | None,
+) -> None:
+    """By torch's kernel."""
     for entry, param in call.loose:
         assert param.grad is not None
         call.params[entry] = _real(local_of(param.detach()))
         call.grads[entry] = _gradient(local_of(param.grad.detach()), call.params[entry])
     device = call.params[0].device
+    if factor is not None:
+        torch._foreach_mul_(call.grads, factor.to(device, non_blocking=True))
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(device, non_blocking=True)
     beta1, beta2 = group["betas"]
@@ -300,3 +352,56 @@ def _run(call: Call, group: dict[str, Any], lr: float | Tensor, scale: Tensor | 
     )
     for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
         call.params[entry] = call.grads[entry] = call.steps[entry]
+
+
+def _run_own(
+    call: Call,
+    group: dict[str, Any],
+    lr: float | Tensor,
+    scale: Tensor | None,
+    found_inf: Tensor | None,
+    factor: Tensor | None,
+) -> bool:
+    """By our kernel, on a GPU, for ranges of float32 at fixed places; whether it could."""
+    device = call.params[0].device
+    if device.type != "cuda" or call.loose or group["amsgrad"] or call.params[0].dtype is not torch.float32:
+        return False
+    kernel = _own_kernel()
+    if kernel is None:
+        return False
+    if call.table is None:
+        columns = (call.params, call.grads, call.moments["exp_avg"], call.moments["exp_avg_sq"], call.steps)
+        call.table = kernel.Table(columns)
+    if scale is not None:
+        scale = scale.to(device, non_blocking=True).reciprocal()
+        factor = scale if factor is None else factor.to(device, non_blocking=True) * scale
+    beta1, beta2 = group["betas"]
+    kernel.launch(
+        call.table,
+        lr,
+        None if factor is None else factor.to(device, non_blocking=True),
+        None if found_inf is None else found_inf.to(device, non_blocking=True),
+        (float(beta1), float(beta2)),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        bool(group["maximize"]),
+    )
+    return True
+
+
+@functools.cache
+def _own_kernel() -> Any:
+    """The module of our kernel; None where Triton is missing or cannot compile."""
+    try:
+        from lamina.optim import adamw_kernel
+
+        param, grad, mean, square = torch.full((4, 4), 0.5, device="cuda").unbind()
+        step = torch.ones((), device="cuda")
+        table = adamw_kernel.Table([[param], [grad], [mean], [square], [step]])
+        adamw_kernel.launch(table, 0.1, None, None, (0.9, 0.99), 1e-8, 0.0, False)
+        wanted = 0.5 - 0.1 * (0.5 / 0.1) / ((0.4975 / 0.01) ** 0.5 + 1e-8)
+        works = torch.allclose(param, torch.full_like(param, wanted), rtol=1e-5)
+    except Exception as error:  # a compiler is missing, or any of the many ways in which one fails
+        warnings.warn(f"lamina.optim.AdamW takes torch's kernel, for Triton does not work here: {error}", stacklevel=2)
+        return None
+    return adamw_kernel if works else None

@@ -81,13 +81,29 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     places = find_places(params)
     spreads = _spreads(params, places)
-    total = _total(params, spreads, order)
+    total = _total_of_any_order(params, spreads, order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(_blame(params, places, spreads, order, total))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for (device, _), ranges in _by_device(spread.ranges for spread in spreads).items():
         torch._foreach_mul_(ranges, scale.to(device))
     return total
+
+
+class Norm:
+    """The global norm of order 2 of the same gradients, step after step: where they lie is looked up once."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        """Parameters with a gradient."""
+        self._params = list(params)
+        self._spreads = _spreads(self._params, find_places(self._params))
+        self._dtype = _result_dtype(self._params) if self._params else torch.float32
+
+    def total(self) -> Tensor:
+        """0-dim, float32 (float64 for float64 gradients), equal on all ranks. Collective."""
+        if not self._params:
+            return torch.tensor(0.0)
+        return _total(self._params[0].device, self._dtype, self._spreads)
 
 
 def _order(norm_type: Any) -> float:
@@ -210,11 +226,15 @@ def _by_device(lists: Iterable[Sequence[Tensor]]) -> dict[tuple[torch.device, to
 # -- norms
 
 
-def _total(params: Sequence[Tensor], spreads: Sequence[Spread], order: float) -> Tensor:
+def _total(device: torch.device, dtype: torch.dtype, spreads: Sequence[Spread], order: float = 2.0) -> Tensor:
+    sums = torch.stack([_power_sum(spread.ranges, order, device) for spread in spreads])
+    return _reduced(sums, spreads, dist.ReduceOp.SUM).sum().pow_(1.0 / order).to(dtype)
+
+
+def _total_of_any_order(params: Sequence[Tensor], spreads: Sequence[Spread], order: float) -> Tensor:
     device, dtype = params[0].device, _result_dtype(params)
     if order > 0 and not math.isinf(order):
-        sums = torch.stack([_power_sum(spread.ranges, order, device) for spread in spreads])
-        return _reduced(sums, spreads, dist.ReduceOp.SUM).sum().pow_(1.0 / order).to(dtype)
+        return _total(device, dtype, spreads, order)
     if order == math.inf:
         return _largest(spreads, device).to(dtype)
     return _of_parameters(params, spreads, order, device).to(dtype)

@@ -6,6 +6,7 @@ model, so that what is wrong with them is said first.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Job:
     config: Config
     model: nn.Module
     objective: NextToken
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     rows: Rows
     held_out: Rows
     order: Order
@@ -235,12 +236,12 @@ def _sizes(model: nn.Module, precision: str) -> Sizes:
     )
 
 
-def make_optimizer(model: nn.Module, opt: Optimisation) -> torch.optim.Optimizer:
-    """AdamW over flat ranges; no decay for norms, biases and other vectors."""
+def make_optimizer(model: nn.Module, opt: Optimisation) -> AdamW:
+    """AdamW over flat ranges, which clips; no decay for norms, biases and other vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": opt.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=opt.lr or 0.0, betas=(opt.beta1, opt.beta2))
+    return AdamW(groups, lr=opt.lr or 0.0, betas=(opt.beta1, opt.beta2), max_norm=opt.clip or math.inf)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lamina.checkpoint.api import load, save
 from lamina.errors import UsageError
-from lamina.optim.clip import clip_grad_norm_
 from lamina.runtime.scopes import accumulate, total
 from lamina.trace.session import Trace, trace
 from lamina.train.agreed import on_rank_0
@@ -132,9 +131,10 @@ class Training:
         for number, part in enumerate(deal(rows, batches.accumulate, self.world, self.rank)):
             with accumulate(job.model, last=number == batches.accumulate - 1):
                 loss_sum += job.objective.backward(job.rows.take(part, job.device), tokens)
-        norm = clip_grad_norm_(job.model, opt.clip or float("inf"))
         job.optimizer.step()
         job.optimizer.zero_grad()
+        norm = job.optimizer.grad_norm
+        assert norm is not None
         self.step += 1
         return Ran(self.step, loss_sum, tokens, norm, lr)
 
