@@ -117,7 +117,7 @@ def test_peer_is_bitwise_what_nccl_gives(sleeps: bool) -> None:
 @pytest.mark.parametrize("numel", [1, 255, 4096, 100_003])
 def test_the_kernel_sums_as_the_passes_do(dtype: torch.dtype, accumulate: bool, numel: int) -> None:
     assert summing._fused() is not None
-    for count in (1, 2, 3, 8, 11):
+    for count in (1, 2, 3, 8, 11, 2, 8):  # the second time by another way
         for shift in (0, 1):
             everything = torch.randn(count, numel + shift, device="cuda").to(dtype)
             rows = [row[shift:] for row in everything]

@@ -38,18 +38,26 @@ class Lane:
 
 
 class Mark:
-    """A point in a stream's work."""
+    """A point in a stream's work.
+
+    Its event may be recorded again at a later point of any stream, after some thousand marks more: who still waits for
+    it then waits longer than he must. That cannot end in a circle, as all that a stream waits for is queued already.
+    """
 
     __slots__ = ("event", "number", "stream_id")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
-        self.event.record(stream)
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> None:
+        self.event = torch.cuda.Event() if event is None else event
+        _record(self.event, stream)
         self.stream_id = stream.stream_id
         self.number = next(_numbers)  # marks of one stream are reached in the order of their numbers
 
 
 _numbers = itertools.count(1)
+# Without torch's Python around them; a build without CUDA has neither.
+_record = getattr(torch._C._CudaEventBase, "record", torch.cuda.Event.record)
+_wait = getattr(torch._C._CudaEventBase, "wait", torch.cuda.Event.wait)
+EVENTS = 4096  # of a lane, before the first is recorded again
 
 
 class StreamLane(Lane):
@@ -64,6 +72,8 @@ class StreamLane(Lane):
         self.stream = stream
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._seen: dict[tuple[int, int], int] = {}  # newest mark waited for, by waiting stream and marked stream
+        self._events: list[torch.cuda.Event] = []
+        self._marks = itertools.count()
         self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._running = NOTHING if stream is None else Running(stream, self._index)
 
@@ -80,16 +90,19 @@ class StreamLane(Lane):
         return self._running
 
     def mark(self) -> Mark:
-        return Mark(self._current())
+        number = next(self._marks) % EVENTS
+        if number == len(self._events):
+            self._events.append(torch.cuda.Event())
+        return Mark(self._current(), self._events[number])
 
     def wait(self, mark: Mark | None) -> None:
         if mark is None:
             return
         stream = self._current()
-        key = (stream.stream_id, mark.stream_id)
-        if self._seen.get(key, 0) < mark.number and stream.stream_id != mark.stream_id:
-            self._seen[key] = mark.number
-            stream.wait_event(mark.event)
+        waiting, marked = stream.stream_id, mark.stream_id
+        if waiting != marked and self._seen.get((waiting, marked), 0) < mark.number:
+            self._seen[waiting, marked] = mark.number
+            _wait(mark.event, stream)
 
     def is_busy(self) -> bool:
         return self.stream is not None and not self.stream.query()

@@ -19,8 +19,7 @@ def check(model: nn.Module) -> None:
     """
     runtime = runtime_of(model)
     for unit in runtime.units:
-        for window in unit.module_windows:
-            window.check()
+        unit.window.check()
         unit.check_masters()
     units = [unit for unit in runtime.units if not unit.mesh.replicas.is_trivial]
     sums = [checksum(master) for unit in units for master in unit.masters]

@@ -53,8 +53,7 @@ class Newcomers:
         if self.seen != _Registrations.count and model is not None:
             self.seen = _Registrations.count
             for unit in self.units:  # what stands where one of theirs stood is named as that
-                for window in unit.module_windows:
-                    window.check()
+                unit.window.check()
             self.others = [(name, p) for name, p in model.named_parameters() if id(p) not in self.owned]
         if not self.others or not torch.is_grad_enabled():
             return

@@ -163,8 +163,7 @@ class PeerGatherer(Gatherer):
             return super()._fill(unit, slot)
         assert self.epoch > 0, "publish() comes before the first gather"
         self._await_published(unit)
-        with torch.no_grad():
-            return self._run(self._route_of(unit, slot))
+        return self._run(self._route_of(unit, slot))  # nothing in it requires a gradient
 
     def _await_published(self, unit: Unit) -> None:
         if self._readable < self.epoch:

@@ -27,7 +27,7 @@ from lamina.core.slots import Slot, SlotState
 from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
-from lamina.transport.c10d import Transport, as_bytes
+from lamina.transport.c10d import Exchange, Transport, as_bytes
 
 
 @dataclass
@@ -40,10 +40,9 @@ class Staging:
 
 @dataclass
 class Inbox:
-    """Where an exchange arrives; the views are made once for each source."""
+    """An exchange and where it arrives; made once for each source that stays."""
 
-    inbox: Tensor  # uint8
-    source: Tensor  # uint8
+    exchange: Exchange
     rows: Rows
 
 
@@ -247,8 +246,7 @@ class Reducer:
             rows: Rows = (source,)
             if segment.trainable and first is not None:
                 key = (unit.index, number, pending.slot is not None) if stable else None
-                own = self.transport.inbox(mesh.reduce[first], number, source.nbytes)
-                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key, own)
+                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key, number)
             elif segment.trainable and pending.replicated:
                 total, wide = source, gradient_dtype(segment.master)
                 if source.dtype is not wide:
@@ -265,23 +263,24 @@ class Reducer:
         role: str,
         works: list[dist.Work | None],
         key: tuple[int, int, bool] | None = None,
-        inbox: Tensor | None = None,
+        number: int | None = None,
     ) -> Rows:
         """Every member's part for this rank, (numel / members,) each, or their sum.
 
         Args:
             role: of the buffer in which the parts arrive.
             key: the source lies at the same place every time.
-            inbox: the transport's own, instead of a buffer.
+            number: of the segment, for which the transport may have an inbox of its own, instead of a buffer.
         """
         self.bytes_moved += source.nbytes
         if self.use_inbox or source.dtype.itemsize == 2:
             route = self._inboxes.get(key) if key is not None else None
             if route is None:
-                route = self._inbox_for(group, source, role, inbox)
+                own = None if number is None else self.transport.inbox(group, number, source.nbytes)
+                route = self._inbox_for(group, source, role, own)
                 if key is not None:
                     self._inboxes[key] = route
-            works.append(self.transport.all_to_all(group, route.inbox, route.source))
+            works.append(route.exchange())
             return route.rows
         numel = source.numel() // group.size
         own = source[group.place * numel : (group.place + 1) * numel]
@@ -291,10 +290,12 @@ class Reducer:
     def _inbox_for(self, group: Group, source: Tensor, role: str, inbox: Tensor | None) -> Inbox:
         if inbox is None:
             arrived = self._scratch(role, source.numel(), source.dtype, source.device)
-            return Inbox(as_bytes(arrived), as_bytes(source), arrived.view(group.size, -1).unbind())
-        rows = list(inbox.view(source.dtype).view(group.size, -1).unbind())
-        rows[group.place] = source.view(group.size, -1)[group.place]
-        return Inbox(inbox, as_bytes(source), rows)
+            rows = list(arrived.view(group.size, -1).unbind())
+            inbox = as_bytes(arrived)
+        else:
+            rows = list(inbox.view(source.dtype).view(group.size, -1).unbind())
+            rows[group.place] = source.view(group.size, -1)[group.place]
+        return Inbox(self.transport.exchange(group, inbox, as_bytes(source)), rows)
 
     def _complete(self, pending: Pending) -> None:
         unit, climbed = pending.unit, pending.climbed

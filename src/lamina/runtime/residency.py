@@ -144,6 +144,7 @@ class Residency:
                 other.to(SlotState.EMPTY)
             if other.freed is not None:
                 self.lanes.gather.wait(other.freed)
+                other.freed = None  # whoever writes there next does it on this lane, or waits for it
 
     def _copy(self, unit: Unit, source: Slot, target: Slot) -> None:
         self.gatherer.finish(source)
@@ -158,8 +159,7 @@ class Residency:
                 )
             self._evict_sharing(target)
             self.lanes.compute.wait(target.freed)
-            for other in target.shares:
-                self.lanes.compute.wait(other.freed)
+            self.lanes.compute.wait(self.lanes.gather.mark())  # it has waited for all who share the bytes
         target.take_memory()
         target.to(SlotState.GATHERING)
         with torch.no_grad():

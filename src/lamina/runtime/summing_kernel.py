@@ -1,6 +1,9 @@
 """The kernel of `summing`. Imported only where Triton is.
 
 Rows are separate arguments, not a table of addresses: so Triton knows how each is aligned, and reads whole vectors.
+
+Triton looks at every argument of every launch, to find the compiled kernel that fits: 90 us where it is called once a
+unit. What decides is few things here, so the usual launch goes to the compiled kernel straight away.
 """
 
 from __future__ import annotations
@@ -44,9 +47,28 @@ def _add_rows(  # type: ignore[no-untyped-def]
     tl.store(target + at, total, mask=inside)
 
 
+ALIGNMENT_BYTES = 16
+SHORT_NUMEL = 2**31  # from here on Triton takes another type for it
+_compiled: dict[tuple[Any, ...], Any] = {}
+looks_up = False  # every launch by Triton's own way
+
+
 def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
-    """`summing.add_rows` for float32 targets and at most MOST_ROWS rows of 16 or 32 bits."""
+    """`summing.add_rows` for float32 targets and at most MOST_ROWS rows of 16 or 32 bits, all of one dtype."""
     numel, count = target.numel(), len(rows)
     padded: list[Any] = [*rows, *[rows[0]] * (MOST_ROWS - count)]
-    grid = ((numel + BLOCK - 1) // BLOCK,)
-    _add_rows[grid](target, *padded, numel, factor, ROWS=count, ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8)
+    grid = ((numel + BLOCK - 1) // BLOCK, 1, 1)
+    is_usual = not numel % ALIGNMENT_BYTES and numel < SHORT_NUMEL and not looks_up
+    for tensor in (target, *rows):
+        if tensor.data_ptr() % ALIGNMENT_BYTES:
+            is_usual = False
+    key = rows[0].dtype, count, accumulate, target.device.index
+    kernel = _compiled.get(key) if is_usual else None
+    if kernel is not None:
+        kernel[grid](target, *padded, numel, factor, count, accumulate, BLOCK)
+        return
+    kernel = _add_rows[grid](
+        target, *padded, numel, factor, ROWS=count, ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8
+    )
+    if is_usual:
+        _compiled[key] = kernel

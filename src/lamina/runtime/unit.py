@@ -33,7 +33,7 @@ from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
-from lamina.runtime.windows import Entry, refresh_flat_weights, windows_of
+from lamina.runtime.windows import Entry, Window, refresh_flat_weights
 
 _is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("local")
 
@@ -55,7 +55,7 @@ class Unit:
         self.name = plan.name or "root"
         self.params = list(params)  # the user's objects, in layout order
         self.entries = list(entries)
-        self.module_windows = windows_of(entries, params)
+        self.window = Window(entries, params)
         self.plain = plain
         self.sharded = mesh.factors.shards_parameters
         self.trainable = any(spec.trainable for spec in layout.params)
@@ -68,7 +68,7 @@ class Unit:
         self.slot: Slot | None = None  # home; None for a plain unit
         self.requires = self.expected  # requires_grad of the user's parameters when the root forward began
         self._followed: dict[Slot, list[bool]] = {}  # the same of a slot's full parameters
-        self._shown: dict[Slot, list[dict[str, nn.Parameter | None]]] = {}  # by window, what a use of the slot shows
+        self._shown: dict[Slot, list[nn.Parameter]] = {}  # what a use of the slot shows
         self.overflow: list[Slot] = []
         self.windows = 0  # open uses whose modules see full parameters
         self.was_entered = False  # by a forward, since its last reduction
@@ -156,11 +156,11 @@ class Unit:
         self.gone = gone
         self.plan, self.layout, self.gradients.layout = plan, layout, layout
         self.name, self.entries = plan.name or "root", list(entries)
-        self.module_windows = windows_of(entries, self.params)
+        self.window = Window(entries, self.params)
         for slot in self.slots:
             slot.layout = layout
         for slot in self._shown:
-            self._shown[slot] = [window.fulls(slot.fulls) for window in self.module_windows]
+            self._shown[slot] = self.window.values(slot.fulls)
         for param, spec in zip(self.params, layout.params, strict=True):
             if isinstance(param, Shard) and param.spec.name != spec.name:
                 param.spec = replace(param.spec, name=spec.name, geometry=param.spec.geometry)
@@ -177,12 +177,11 @@ class Unit:
         """Let the modules see the full parameters of `slot`."""
         shown = self._shown.get(slot)
         if shown is None:
-            shown = self._shown[slot] = [window.fulls(slot.fulls) for window in self.module_windows]
+            shown = self._shown[slot] = self.window.values(slot.fulls)
             self._followed[slot] = self.expected
-        for window, values in zip(self.module_windows, shown, strict=True):
-            if self.windows == 0:
-                window.check()
-            window.show(values)
+        if self.windows == 0:
+            self.window.check()
+        self.window.show(shown)
         if forward and self._followed[slot] != self.requires:
             for position, (param, full) in enumerate(zip(self.params, slot.fulls, strict=True)):
                 self._follow_requires_grad(position, full, param)
@@ -198,8 +197,7 @@ class Unit:
                 self.swap_out()
 
     def swap_out(self) -> None:
-        for window in self.module_windows:
-            window.shut()
+        self.window.shut()
         for module in self.recurrent:
             refresh_flat_weights(module)
 

@@ -1,14 +1,15 @@
 """Where a unit's parameters stand in modules, and their exchange with full parameters.
 
 `setattr` of a parameter takes 1.4 us and checks what does not change; an entry of the module's own dict is exchanged in
-a twentieth. All entries of a unit in one dict are exchanged by one `update`.
+a twentieth.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import is_, setitem
 
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
@@ -27,41 +28,33 @@ class Entry:
 
 
 class Window:
-    """All entries of one unit in one module's dict."""
+    """All places of one unit's parameters, exchanged together; the loops run in C."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
-        self.parameters = parameters
-        self.entries: list[Entry] = []
-        self.persistent: dict[str, nn.Parameter | None] = {}  # what is there while it is shut
+    def __init__(self, entries: Sequence[Entry], params: Sequence[nn.Parameter]) -> None:
+        """`params`: the persistent ones, in layout order."""
+        self.entries = list(entries)
+        self._dicts = [entry.parameters for entry in entries]
+        self._names = [entry.attribute for entry in entries]
+        self._persistent = self.values(params)  # what is there while it is shut
 
-    def fulls(self, values: Sequence[nn.Parameter]) -> dict[str, nn.Parameter | None]:
-        """What `show` puts there, from values in layout order."""
-        return {entry.attribute: values[entry.position] for entry in self.entries}
+    def values(self, values: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """What `show` takes, from values in layout order."""
+        return [values[entry.position] for entry in self.entries]
 
-    def show(self, values: dict[str, nn.Parameter | None]) -> None:
-        self.parameters.update(values)
+    def show(self, values: Sequence[nn.Parameter]) -> None:
+        deque(map(setitem, self._dicts, self._names, values), maxlen=0)
 
     def shut(self) -> None:
-        self.parameters.update(self.persistent)
+        self.show(self._persistent)
 
     def check(self) -> None:
-        """The module still holds the parameters that were sharded."""
-        if all(map(is_, map(self.parameters.get, self.persistent), self.persistent.values())):
+        """The modules still hold the parameters that were sharded."""
+        if all(map(is_, map(dict.get, self._dicts, self._names), self._persistent)):
             return
-        for entry in self.entries:
-            found = self.parameters.get(entry.attribute)
-            if found is not self.persistent[entry.attribute]:
+        for entry, persistent in zip(self.entries, self._persistent, strict=True):
+            found = entry.parameters.get(entry.attribute)
+            if found is not persistent:
                 raise ParameterChanged(_replaced(entry, found))
-
-
-def windows_of(entries: Sequence[Entry], params: Sequence[nn.Parameter]) -> list[Window]:
-    """Entries by dict; `params` in layout order."""
-    windows: dict[int, Window] = {}
-    for entry in entries:
-        window = windows.setdefault(id(entry.parameters), Window(entry.parameters))
-        window.entries.append(entry)
-        window.persistent[entry.attribute] = params[entry.position]
-    return list(windows.values())
 
 
 def refresh_flat_weights(module: nn.RNNBase) -> None:

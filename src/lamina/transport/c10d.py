@@ -11,7 +11,9 @@ Note [c10d]
 from __future__ import annotations
 
 import datetime
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -23,6 +25,9 @@ from lamina.core.groups import Group
 # torch 2.13 deprecates the *_tensor names for *_single; 2.11 has only the former
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+Exchange = Callable[[], dist.Work | None]  # an exchange between fixed places, as often as it is called
 
 
 class Transport(Protocol):
@@ -37,8 +42,8 @@ class Transport(Protocol):
     def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> dist.Work | None:
         """Fill `whole` (group.size * n bytes) from every rank's `part` (n bytes), this rank's place in `whole`."""
 
-    def all_to_all(self, group: Group, inbox: Tensor, source: Tensor) -> dist.Work | None:
-        """The i-th part of `source` (group.size * n bytes) goes to rank i; what comes is in `inbox`, by rank.
+    def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
+        """Prepare: the i-th part of `source` (group.size * n bytes) goes to rank i; what comes is in `inbox`, by rank.
 
         Where the inbox is the transport's own, this rank's part is left in `source`.
         """
@@ -68,11 +73,11 @@ class C10d:
             return group.pg._allgather_base(whole, part)
         return _all_gather(whole, part, group=group.pg)
 
-    def all_to_all(self, group: Group, inbox: Tensor, source: Tensor) -> dist.Work | None:
+    def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
         assert group.pg is not None
         if self.asynchronous:
-            return group.pg.alltoall_base(inbox, source, [], [])
-        return dist.all_to_all_single(inbox, source, group=group.pg)
+            return functools.partial(group.pg.alltoall_base, inbox, source, [], [])
+        return functools.partial(dist.all_to_all_single, inbox, source, group=group.pg)
 
     def reduce_scatter(self, group: Group, part: Tensor, source: Tensor) -> dist.Work | None:
         if not self.asynchronous:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lamina.core.control import Control, name_ranks
@@ -32,7 +31,7 @@ from lamina.core.layout import round_up
 from lamina.core.mesh import DataMesh
 from lamina.core.watch_evidence import group_key, note_on_device
 from lamina.errors import TransportError
-from lamina.transport.c10d import C10d
+from lamina.transport.c10d import C10d, Exchange
 from lamina.transport.shared_memory import host_id
 
 GATHER_CHANNEL, REDUCE_CHANNEL = CHANNELS = 0, 1  # of barriers; each needs a cell for each rank
@@ -129,23 +128,31 @@ class Pushes(C10d):
             self._numbers[found.data_ptr()] = number
         return found
 
-    def all_to_all(self, group: Group, inbox: Tensor, source: Tensor) -> dist.Work | None:
+    def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
         """As of `Transport`, but this rank's own part stays in `source`."""
         number = self._numbers.get(inbox.data_ptr())
         if number is None:
-            return super().all_to_all(group, inbox, source)
-        peers = self.peers
-        part_bytes = source.numel() // peers.size
-        peers.meet(REDUCE_CHANNEL)
+            return super().exchange(group, inbox, source)
+        peers, pushes = self.peers, self._pushes_of(number, source)
+
+        def push() -> None:
+            peers.meet(REDUCE_CHANNEL)
+            for target, part in pushes:
+                target.copy_(part)
+            peers.meet(REDUCE_CHANNEL)
+
+        return push
+
+    def _pushes_of(self, number: int, source: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Places in the peers' inboxes, and this rank's parts for them."""
+        peers, part_bytes, found = self.peers, source.numel() // self.peers.size, []
         for step in range(1, peers.size):
             place = (peers.place + step) % peers.size  # not all ranks push to the same one at once
-            target = peers.inbox(place, number, source.numel())
-            assert target is not None
-            target[peers.place * part_bytes : (peers.place + 1) * part_bytes].copy_(
-                source[place * part_bytes : (place + 1) * part_bytes]
-            )
-        peers.meet(REDUCE_CHANNEL)
-        return None
+            inbox = peers.inbox(place, number, source.numel())
+            assert inbox is not None
+            target = inbox[peers.place * part_bytes : (peers.place + 1) * part_bytes]
+            found.append((target, source[place * part_bytes : (place + 1) * part_bytes]))
+        return found
 
 
 def connect_gpus(control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes: Sequence[int]) -> SymmetricPeers:
