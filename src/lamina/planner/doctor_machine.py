@@ -30,6 +30,7 @@ ASSUMED = {
     "network_latency_us": 0.0,
     "interference": 0.2,
     "fixed_bytes": 0.0,
+    "communicator_bytes": 0.0,
 }
 LINKS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "exchange", "all_reduce": "sum"}
 
@@ -89,6 +90,8 @@ def _measured_values(facts: Facts, measured: Measured) -> dict[str, float]:
     }
     if measured.fixed_bytes:
         values["fixed_bytes"] = measured.fixed_bytes
+    if measured.communicator_bytes:
+        values["communicator_bytes"] = measured.communicator_bytes
     for kind, word in LINKS.items():
         points = [p for p in measured.collectives if p.kind == kind]
         if points:

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lamina.core.strategy import resolve
 from lamina.planner.machine import CollectivePoint, MatrixPoint
+from lamina.planner.memory import communicators
 
 GROUPS = 3  # repeats of a measurement; the fastest counts
 
@@ -79,6 +81,7 @@ class Measured:
     collectives: tuple[CollectivePoint, ...]
     interference: float
     fixed_bytes: int
+    communicator_bytes: int  # of one of a sharded model's
     transports: dict[str, str] = field(default_factory=dict)  # name -> why it does not work, or ""
 
 
@@ -185,12 +188,14 @@ def measure(bench: Bench) -> Measured:
     forward, backward = _attention(bench)
     collectives: tuple[CollectivePoint, ...] = ()
     interference, transports = 0.0, {}
+    fixed_bytes, communicator_bytes = bench.used_bytes(), 0  # libraries are loaded, nobody has met
     if ranks > 1:
         collectives = _collectives(bench, ranks)
         interference = _interference(bench, ranks)
-    fixed_bytes = bench.used_bytes()
-    if ranks > 1:
-        transports = {name: try_transport(name, bench.device) for name in ("c10d", "peer")}
+        before_bytes, made = bench.used_bytes(), communicators(resolve("zero3", ranks))
+        transports["c10d"] = try_transport("c10d", bench.device)
+        communicator_bytes = max(0, bench.used_bytes() - before_bytes) // made
+        transports["peer"] = try_transport("peer", bench.device)
         dist.barrier()
         collectives += _copies(bench, ranks)
     return Measured(
@@ -204,6 +209,7 @@ def measure(bench: Bench) -> Measured:
         collectives,
         interference,
         fixed_bytes,
+        communicator_bytes,
         transports,
     )
 

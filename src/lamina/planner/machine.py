@@ -67,7 +67,8 @@ class Machine:
     device: str
     gpus_per_node: int
     memory_bytes: float  # what a process can have of one device
-    fixed_bytes: float  # gone before the first tensor: context, libraries, communicators
+    fixed_bytes: float  # gone before the first tensor: context, libraries
+    communicator_bytes: float  # that one of lamina's communicators takes of a device
     matrix_flops_per_s: float  # large 16-bit products
     matrix_fp32_flops_per_s: float
     attention_forward_flops_per_s: float  # long sequences; a causal mask halves the operations, not the rate
@@ -130,7 +131,7 @@ class Machine:
 
 POINTS: dict[str, Any] = {"matrix_points": MatrixPoint, "collective_points": CollectivePoint}
 VALUES = tuple(f.name for f in fields(Machine) if f.type == "float")
-MAY_BE_ZERO = ("network_bytes_per_s", "network_latency_us", "fixed_bytes", "interference")
+MAY_BE_ZERO = ("network_bytes_per_s", "network_latency_us", "fixed_bytes", "communicator_bytes", "interference")
 
 
 def _values(data: Mapping[str, Any], origin: str) -> tuple[dict[str, float], dict[str, Mark]]:

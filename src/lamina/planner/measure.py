@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from lamina.errors import UsageError
 from lamina.planner.chunked import ChunkedLoss
-from lamina.planner.measure_data import Measured, Moment
+from lamina.planner.measure_data import Event, Happens, Measured, Moment
 from lamina.planner.meta_run import KernelsOf, LiveBytes, id_of, on_meta, tensors_in
-from lamina.planner.products import ProductCount, product_of
+from lamina.planner.products import MATRIX, ProductCount, product_of
 from lamina.planner.state import UnitShape
 from lamina.planner.workload import UnitWork, Workload
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, spec_of, wide_dtype, wrap_kept_module
@@ -83,7 +83,7 @@ def measure(
         )
     workload = Workload(type(model).__name__, works, batch, seq, watch.logits_bytes)
     input_bytes = sum(t.nbytes for t in tensors_in(given))
-    return Measured(workload, shapes, tuple(watch.moments), input_bytes, kind, recompute)
+    return Measured(workload, shapes, tuple(watch.moments), input_bytes, kind, recompute, tuple(watch.events))
 
 
 def run_backward(loss: Tensor) -> None:
@@ -184,6 +184,7 @@ class _Watch(LiveBytes):
         self._label, self._forward = "forward " + plans[self._open[0]].title, True
         self._reduced: list[int] = []
         self._previous: list[Tensor] = []  # gradients that the last reduction is copying
+        self._late = list(self._open)  # units whose inputs no node has made: they end with the backward, in this order
         self._saved: dict[int, Tensor] = {}
         self._weights: set[int] = set()
         self._weights_kept = list(model.parameters()) + list(model.buffers())
@@ -200,6 +201,9 @@ class _Watch(LiveBytes):
             if value.requires_grad:
                 run_backward(value)
             del value
+            for index in self._late:
+                if self.counts[index].held:
+                    self._reduce(index)
             self._border("end")
         self._previous.clear()
 
@@ -228,6 +232,8 @@ class _Watch(LiveBytes):
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, made: bool) -> None:
         writes = func._schema.name.endswith("_")
+        if func in MATRIX:
+            self.events.append(Event(Happens.PRODUCT, int(not self._forward)))
         if not self._forward or not (made or writes):
             return
         count = self.counts[self._open[-1]]
@@ -257,7 +263,7 @@ class _Watch(LiveBytes):
         for index, plan in enumerate(self.plans):
             for name in plan.modules:
                 if name:
-                    modules[name].register_forward_pre_hook(self._entering(index))
+                    modules[name].register_forward_pre_hook(self._entering(index), with_kwargs=True)
                     modules[name].register_forward_hook(self._leaving(index))
             for name in plan.parameters:
                 param = self.model.get_parameter(name)
@@ -275,7 +281,9 @@ class _Watch(LiveBytes):
         return note
 
     def _entering(self, index: int) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if index not in self._late and all(tensor.grad_fn is None for tensor in tensors_in((args, kwargs))):
+                self._late.insert(1, index)  # what was used last begins its backward first
             self._open.append(index)
             self._border(f"forward {self.plans[index].title}")
 
@@ -303,13 +311,22 @@ class _Watch(LiveBytes):
         def arrive(param: Tensor) -> None:
             count = self.counts[index]
             assert param.grad is not None
+            number = self.number_of(param.grad)
+            if number is not None:
+                self.events.append(Event(Happens.GRADIENT, number))
             count.held.append(param.grad)
             param.grad = None
             count.missing.discard(id(param))
-            if not count.missing:
-                self._reduced.append(index)
-                self._border(self._label)
-                self._previous = count.held if self.kind_of_device == "cuda" else []
-                count.held = []
+            if not count.missing and index not in self._late:
+                self._reduce(index)
 
         return arrive
+
+    def _reduce(self, index: int) -> None:
+        """All gradients of a unit are there; those of the one before are copied by now."""
+        count = self.counts[index]
+        self._border(self._label)
+        self._reduced.append(index)
+        self.events.append(Event(Happens.REDUCE, index))
+        self._previous = count.held if self.kind_of_device == "cuda" else []
+        count.held = []

@@ -5,10 +5,30 @@ Pure: no communication, no device.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lamina.planner.state import UnitShape
 from lamina.planner.workload import Workload
+
+
+class Happens(enum.Enum):
+    """What an `Event` is."""
+
+    TAKE = "take"  # memory is asked for, `size_bytes`
+    GIVE = "give"  # it is given back
+    PRODUCT = "product"  # a matrix library is called; `number`: by the thread of forward (0) or backward (1)
+    GRADIENT = "gradient"  # what was taken as `number` is a parameter's gradient
+    REDUCE = "reduce"  # unit `number` has all its gradients
+
+
+class Event(NamedTuple):
+    """One entry of a step's list of allocations, in order."""
+
+    what: Happens
+    number: int  # of the allocation, counted from 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,7 @@ class Measured:
     input_bytes: int
     kind: str  # of device: "cuda" or "cpu"
     recompute: str | int
+    events: tuple[Event, ...] = ()  # of one micro-batch, on a GPU
 
     @property
     def numel(self) -> int:

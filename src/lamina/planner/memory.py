@@ -4,9 +4,9 @@ A sum of state and activations is not a peak: gradients come while activations g
 block's backward begins. Here the moments of a step that was run without memory (measure.py) meet what the runtime
 would hold at each (state.py): the largest is the peak, and it has a place.
 
-On a GPU three figures matter. *Allocated* is what tensors take. *Reserved* adds what the caching allocator cannot use
-again, *used* what the process takes besides: context, libraries, communicators. The constants of both come from steps
-of one model of 1.27 B parameters on two GPUs (benchmarks/gpu_step) and from nothing else; they are below, with origin.
+On a GPU three figures matter. *Allocated* is what tensors take. *Reserved* is what the caching allocator holds for
+them: its rules, applied to the run's list of allocations (reserved.py). *Used* adds what the process takes besides:
+context and libraries, and lamina's communicators, both of which `lamina doctor` measures.
 
 Pure: no communication, no device.
 """
@@ -15,20 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamina.core.strategy import resolve
+from lamina.core.strategy import Factors, Level, resolve
 from lamina.planner.machine import Machine
 from lamina.planner.measure_data import Measured
+from lamina.planner.reserved import WORKSPACE_BYTES, reserve
 from lamina.planner.state import State, state_of
 from lamina.planner.workload import Choice
 
 GIB = 1 << 30
-# Allocated 24.19 and reserved 28.03 GiB at 8192 tokens, 11.76 and 14.83 at 2048, with gradients of 2.36 GiB in both:
-# 3.84 = 0.064 * 24.19 + 0.97 * 2.36; 3.07 = 0.064 * 11.76 + 0.97 * 2.36.
-SLACK_OF_ALLOCATED = 0.064  # blocks cut to sizes that are not asked for again
-SLACK_OF_GRADIENTS = 0.97  # their memory goes back after a step, and activations settle in it
-ONE_COMMUNICATOR_BYTES = int(0.7 * GIB)  # of the loop that is not sharded: used less reserved less context, 1.57 - 0.9
-LANES_BYTES = int(0.83 * GIB)  # further communicators of lamina's lanes: 2.40 - 1.57
-WORKSPACE_BYTES = 64 << 20  # that two matrix libraries take from the allocator on Hopper, 32 MiB each
 MARGIN = 0.95  # of a device's memory that a plan may fill
 
 
@@ -97,7 +91,7 @@ def forecast_memory(
     factors = resolve(choice.strategy, choice.world, choice.shard_size)
     on_gpu = measured.kind == "cuda"
     state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu)
-    lasting = state.lasting + measured.input_bytes + (WORKSPACE_BYTES if on_gpu else 0)
+    lasting = state.lasting + measured.input_bytes + (2 * WORKSPACE_BYTES if on_gpu else 0)
     moments = [
         MomentMemory(
             moment.place, lasting, sum(state.gradients[index] for index in moment.reduced), moment.activation_bytes
@@ -109,10 +103,23 @@ def forecast_memory(
     allocated = max(moment.total_bytes for moment in moments)
     reserved, used = allocated, allocated
     if on_gpu:
-        without = max(moment.state_bytes + moment.activation_bytes for moment in moments)
-        reserved = max(allocated, int(without + SLACK_OF_ALLOCATED * allocated + SLACK_OF_GRADIENTS * gradients))
-        used = reserved + int(machine.fixed_bytes)
-        if choice.world > 1:
-            used += ONE_COMMUNICATOR_BYTES + LANES_BYTES
+        found = reserve(measured, state, factors, choice.accumulation)
+        assert found is not None, "only a device with a limit is ever full"
+        allocated, reserved = found.allocated_bytes, found.reserved_bytes
+        used = reserved + int(machine.fixed_bytes + communicators(factors) * machine.communicator_bytes)
     device = int(machine.memory_bytes) if budget_bytes is None else budget_bytes
     return MemoryForecast(state, tuple(moments), allocated, reserved, used, device)
+
+
+def communicators(factors: Factors) -> int:
+    """Of lamina's process groups on the device, those that this rank uses (core/mesh.py); the job's own come beside."""
+    found: set[tuple[str, tuple[int, ...]]] = set()
+    for lane, level in (
+        *(("gather", level) for level in factors.levels),
+        *(("reduce", level) for level in factors.levels),
+        ("reduce", factors.replicas),
+        ("reduce", Level(factors.optimizer, 1)),  # of the norm
+    ):
+        if level.size > 1:
+            found.add((lane, level.members(0)))
+    return len(found)

@@ -22,9 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lamina.planner.known_values import KnownValues
+from lamina.planner.measure_data import Event, Happens
 
 _aten: Any = torch.ops.aten
 CUDA_BLOCK_BYTES = 512  # what the caching allocator rounds to
+UNSORTED_INDICES = 3072  # up to which an embedding's backward adds its rows without sorting them
 FLASH = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -124,7 +126,9 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0  # since the last `begin_stretch`
         self.values = KnownValues()
-        self._alive: dict[int, tuple[weakref.ref, int]] = {}
+        self.events: list[Event] = []  # births and deaths in order
+        self._alive: dict[int, tuple[weakref.ref, int, int]] = {}  # by storage: its bytes, its number among births
+        self._born = 0
 
     def begin_stretch(self) -> int:
         """The peak of the stretch that ends here."""
@@ -142,8 +146,10 @@ class LiveBytes(TorchDispatchMode):
         made = [t for t in tensors_in(result) if id_of(t) not in before]
         for tensor in made:
             self._follow(tensor)
-        scratch_bytes = backward_scratch_bytes(func, args)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + scratch_bytes)
+        scratch = scratch_bytes(func, args)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(scratch))
+        numbers = [self._note_birth(size_bytes) for size_bytes in scratch]
+        self.events += [Event(Happens.GIVE, number) for number in numbers[::-1]]
         self.saw(func, args, kwargs, result, bool(made))
         return result
 
@@ -156,11 +162,24 @@ class LiveBytes(TorchDispatchMode):
         if key in self._alive:
             return
         size_bytes = -(-storage.nbytes() // self.rounding_bytes) * self.rounding_bytes
-        self._alive[key] = weakref.ref(storage, functools.partial(self._forget, key)), size_bytes
+        number = self._note_birth(storage.nbytes())
+        self._alive[key] = weakref.ref(storage, functools.partial(self._forget, key)), size_bytes, number
         self.live_bytes += size_bytes
 
     def _forget(self, key: int, reference: Any) -> None:
-        self.live_bytes -= self._alive.pop(key)[1]
+        _, size_bytes, number = self._alive.pop(key)
+        self.live_bytes -= size_bytes
+        self.events.append(Event(Happens.GIVE, number))
+
+    def _note_birth(self, size_bytes: int) -> int:
+        number, self._born = self._born, self._born + 1
+        self.events.append(Event(Happens.TAKE, number, size_bytes))
+        return number
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Of its storage among births; None: it is older than this mode."""
+        found = self._alive.get(id_of(tensor))
+        return None if found is None else found[2]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -172,12 +191,25 @@ def id_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def backward_scratch_bytes(func: Any, args: Any) -> int:
-    """What flash attention's backward takes for itself: fp32 sums of dQ, and dK, dV of every query head."""
-    if func is not _aten._scaled_dot_product_flash_attention_backward.default:
-        return 0
-    query, key = args[1], args[2]
+def scratch_bytes(func: Any, args: Any) -> list[int]:
+    """What a GPU's kernel takes for itself beside its results, in order; what is too small to matter is left out."""
+    if func is _aten._scaled_dot_product_flash_attention_backward.default:
+        return _attention_backward_bytes(*args[1:3])
+    if func is _aten.embedding_dense_backward.default:
+        return _embedding_backward_bytes(*args[:2])
+    return []
+
+
+def _attention_backward_bytes(query: Tensor, key: Tensor) -> list[int]:
+    """Row sums, fp32 sums of dQ, and dK, dV of every query head."""
     batch, heads, length, width = query.shape
-    sums_bytes = batch * heads * -(-length // 128) * 128 * -(-width // 32) * 32 * 4
-    spread = 2 * query.element_size() * batch * heads * key.shape[2] * width
-    return sums_bytes + (spread if heads != key.shape[1] else 0)
+    rows = batch * heads * -(-length // 128) * 128
+    spread = query.element_size() * batch * heads * key.shape[2] * width
+    return [rows * 4, rows * -(-width // 32) * 32 * 4] + ([spread, spread] if heads != key.shape[1] else [])
+
+
+def _embedding_backward_bytes(gradient: Tensor, indices: Tensor) -> list[int]:
+    """Sorted indices and their places, and an fp32 row for each (ATen/native/cuda/EmbeddingBackwardKernel.cu)."""
+    if indices.numel() <= UNSORTED_INDICES:
+        return []
+    return [8 * indices.numel()] * 6 + [4 * indices.numel() * gradient.shape[-1]]

@@ -43,6 +43,7 @@ class State:
     accumulated: int  # sums of earlier micro-batches
     gradients: tuple[int, ...]  # of each unit, made when it first reduces
     packing: Packing
+    layouts: tuple[UnitLayout, ...]
 
     @property
     def lasting(self) -> int:
@@ -70,7 +71,7 @@ def state_of(
     alone = factors.world == 1 and all(plain)  # torch's own autograd: nothing is reduced
     buffers: dict[str, int] = {}
     for layout in () if alone else layouts:
-        for role, size_bytes in _reduction_buffers(layout, factors, accumulation, slots > 1 and not on_gpu):
+        for role, size_bytes in reduction_buffers(layout, factors, accumulation, slots > 1 and not on_gpu):
             buffers[role] = max(buffers.get(role, 0), size_bytes)
     return State(
         masters=sum(s.range_numel * s.master.itemsize for layout in layouts for s in layout.segments),
@@ -83,6 +84,7 @@ def state_of(
             sum(s.range_numel * wide_bytes(s.master) for s in layout.segments if s.trainable) for layout in layouts
         ),
         packing=packing,
+        layouts=tuple(layouts),
     )
 
 
@@ -111,7 +113,7 @@ def _accumulated_bytes(layout: UnitLayout, factors: Factors) -> int:
     return sum(s.numel // factors.grads * wide_bytes(s.master) for s in layout.segments if s.trainable)
 
 
-def _reduction_buffers(
+def reduction_buffers(
     layout: UnitLayout, factors: Factors, accumulation: int, use_inbox: bool
 ) -> Iterator[tuple[str, int]]:
     """(role, bytes) of what one unit's reduction needs; units share the buffers of a role."""

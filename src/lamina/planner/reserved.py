@@ -1,0 +1,204 @@
+"""What the caching allocator would reserve for a run: its first steps, allocation by allocation.
+
+*Reserved* is not *allocated* and a factor: it depends on what was there before the first step, on the order in which
+activations and gradients come and go, and on which stream they are taken. Here a run is written down as the runtime
+would make it: shards of one unit after another, the arena, then steps of which forward and backward are the list of
+allocations that measuring the model has left behind (measure.py), with what the runtime adds in between (gradients that
+come and go, staging, inboxes, moments, the norm). caching_allocator.py says what that list reserves.
+
+Note [Order]
+    Where each line is from: shards and arena runtime/assemble.py; buffers of a reduction, and when a gradient may go,
+    runtime/reducing.py and gradients.py; memory of gradients runtime/unit_gradients.py (given back when a forward
+    begins that finds none); moments optim/moments.py, at the first step. torch: a workspace of a matrix library for
+    each thread and stream that calls it (aten/src/ATen/cuda/CublasHandlePool.cpp); backward has a thread of its own.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lamina.core.layout import UnitLayout
+from lamina.core.strategy import Factors
+from lamina.planner.caching_allocator import Block, CachingAllocator, DeviceFull
+from lamina.planner.measure_data import Happens, Measured
+from lamina.planner.state import ADAM_MOMENTS, FP32_BYTES, State, reduction_buffers, wide_bytes
+
+COMPUTE, REDUCE_LANE = 0, 1
+WORKSPACE_BYTES = 32 << 20  # that torch gives a matrix library on Hopper
+NORM_CHUNK_NUMEL = 1 << 16  # elements for which torch's norm of lists writes one partial sum
+CHECK_CHUNK_BYTES = 1 << 20  # of weights that are compared at a time, as numbers of 8 bytes
+MOST_STEPS = 6  # that are followed; after the second, hardly any adds anything
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Peaks of the allocator over the first steps, in bytes."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    retries: int  # times that the allocator gave memory back to a device that was full; each waits for the device
+
+
+def reserve(
+    measured: Measured,
+    state: State,
+    factors: Factors,
+    accumulation: int = 1,
+    *,
+    given: bool = False,
+    limit_bytes: int | None = None,
+    expandable: bool = False,
+) -> Reserved | None:
+    """Follow a run until a step reserves no more than the one before; None: the device is full.
+
+    Args:
+        state: of the same factors and accumulation.
+        given: the whole model lies on the device before it is sharded; else it is made unit by unit.
+        limit_bytes: what the allocator may reserve; None: more than any device has.
+        expandable: torch's setting `expandable_segments:True`.
+    """
+    run = _Run(measured, state, factors, accumulation, CachingAllocator(limit_bytes, expandable))
+    try:
+        run.shard(given)
+        before = -1
+        for _ in range(MOST_STEPS):
+            run.step()
+            if run.memory.peak_reserved_bytes == before:
+                break
+            before = run.memory.peak_reserved_bytes
+    except DeviceFull:
+        return None
+    memory = run.memory
+    return Reserved(memory.peak_allocated_bytes, memory.peak_reserved_bytes, memory.retries)
+
+
+class _Run:
+    """The allocations of one rank."""
+
+    def __init__(
+        self, measured: Measured, state: State, factors: Factors, accumulation: int, memory: CachingAllocator
+    ) -> None:
+        self.measured, self.state, self.factors, self.memory = measured, state, factors, memory
+        self.accumulation = accumulation
+        self.alone = factors.world == 1 and not state.packing.total_bytes  # torch's own autograd: nothing is reduced
+        self.buffers: dict[str, tuple[Block, int]] = {}  # of reductions, by role, with what was asked for
+        self.workspaces: set[int] = set()
+        self.gradients: dict[int, list[Block]] = {}  # by unit
+        self.inputs: list[Block] = []
+        self.has_moments = self.has_tried_kernel = False
+        self.has_sums: set[int] = set()  # units whose micro-batches are being summed
+
+    # ---- before the first step ---------------------------------------------------------------------------------
+
+    def shard(self, given: bool) -> None:
+        whole = [self._whole(layout) for layout in self.state.layouts] if given else []
+        if given and self.factors.world > 1:
+            self._compare()
+        for index, layout in enumerate(self.state.layouts):
+            values = whole[index] if given else self._whole(layout)
+            self._take(segment.range_numel * segment.master.itemsize for segment in layout.segments)
+            self._give(values)
+            if self.state.published:
+                self._take(s.numel // self.factors.params * s.compute.itemsize for s in layout.segments)
+        self._take([self.state.packing.total_bytes])
+
+    def _whole(self, layout: UnitLayout) -> list[Block]:
+        return self._take(spec.numel * spec.master.itemsize for spec in layout.params)
+
+    def _compare(self) -> None:
+        """A checksum of each parameter, in pieces, each as whole numbers beside as many factors."""
+        for layout in self.state.layouts:
+            for spec in layout.params:
+                piece = 8 * min(CHECK_CHUNK_BYTES, spec.numel * spec.master.itemsize)
+                self._give(self._take([piece, piece, piece]))
+
+    # ---- a step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        complete = self.factors.grads == self.factors.world
+        for micro_batch in range(self.accumulation):
+            before, self.inputs = self.inputs, self._take([self.measured.input_bytes])
+            self._give(before)
+            if micro_batch == 0 or not complete:  # in between, gradients that are complete stay
+                self._give(itertools.chain.from_iterable(self.gradients.values()))
+                self.gradients.clear()
+            self._forward_and_backward(micro_batch == self.accumulation - 1)
+        self.has_sums.clear()
+        self._norm()
+        if not self.has_moments:
+            self.has_moments = True
+            for layout in self.state.layouts:
+                for segment in layout.segments:
+                    if segment.trainable:
+                        self._take([segment.range_numel * segment.master.itemsize] * ADAM_MOMENTS)
+
+    def _forward_and_backward(self, last: bool) -> None:
+        alive: dict[int, Block] = {}
+        kept: set[int] = set()  # gradients that nobody copies
+        memory = self.memory
+        for what, number, size_bytes in self.measured.events:
+            if what is Happens.TAKE:
+                if size_bytes:
+                    alive[number] = memory.take(size_bytes, COMPUTE)
+            elif what is Happens.GIVE:
+                if number in alive and number not in kept:
+                    memory.give(alive.pop(number))
+            elif what is Happens.PRODUCT:
+                if number not in self.workspaces:
+                    self.workspaces.add(number)
+                    memory.take(WORKSPACE_BYTES, COMPUTE)
+            elif what is Happens.REDUCE:
+                if not self.alone:
+                    self._reduce(number, last)
+            elif self.alone:
+                kept.add(number)
+        self._give(block for number, block in alive.items() if number not in kept)
+        if kept:
+            self.gradients.setdefault(-1, []).extend(alive[number] for number in kept if number in alive)
+
+    def _reduce(self, index: int, last: bool) -> None:
+        layout = self.state.layouts[index]
+        if index not in self.gradients:
+            sizes = (s.range_numel * wide_bytes(s.master) for s in layout.segments if s.trainable)
+            self.gradients[index] = self._take(sizes)
+        if not self.has_tried_kernel:  # the kernel that sums is tried on a few numbers, on the lane that will call it
+            self.has_tried_kernel = True
+            self._give([self.memory.take(FP32_BYTES, REDUCE_LANE) for _ in range(3)])
+        for role, size_bytes in reduction_buffers(layout, self.factors, self.accumulation, use_inbox=False):
+            self._buffer(role, size_bytes)
+        if not last and self.factors.grads != self.factors.world and index not in self.has_sums:
+            self.has_sums.add(index)
+            self._buffer(f"sums of {index}", self._sums_bytes(layout))
+
+    def _sums_bytes(self, layout: UnitLayout) -> int:
+        return sum(s.numel // self.factors.grads * wide_bytes(s.master) for s in layout.segments if s.trainable)
+
+    def _buffer(self, role: str, size_bytes: int) -> None:
+        """A buffer that units share grows: the new one is there before the old one goes."""
+        held = self.buffers.get(role)
+        if not size_bytes or (held is not None and held[1] >= size_bytes):
+            return
+        stream = COMPUTE if role.startswith("staging") else REDUCE_LANE
+        self.buffers[role] = self.memory.take(size_bytes, stream), size_bytes
+        if held is not None:
+            self.memory.give(held[0])
+
+    def _norm(self) -> None:
+        """Partial sums of the gradients' norm, and one result a range."""
+        ranges = [s.range_numel for layout in self.state.layouts for s in layout.segments if s.trainable]
+        if ranges:
+            most = -(-max(ranges) // NORM_CHUNK_NUMEL)
+            self._give(self._take([len(ranges) * most * FP32_BYTES, *(FP32_BYTES for _ in ranges)]))
+
+    # ---- blocks ------------------------------------------------------------------------------------------------
+
+    def _take(self, sizes_bytes: Iterable[int]) -> list[Block]:
+        return [self.memory.take(size_bytes, COMPUTE) for size_bytes in sizes_bytes if size_bytes]
+
+    def _give(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            self.memory.give(block)
