@@ -30,7 +30,6 @@ from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UsageError
 from lamina.optim.places import Place, find_places, local_of
 from lamina.runtime.unit import PARTS
-from lamina.runtime.unit_gradients import Squares
 
 # The host's kernel sums a float32 norm in few accumulators (off by 2e-3 over 4 M equal elements, 8e-5 over random
 # ones), so there it is asked for float64, which converts its input: in pieces that stay in the cache. CUDA's sums as a
@@ -50,7 +49,6 @@ class Spread:
     groups: Groups
     members: list[int] = field(default_factory=list)  # numbers of the parameters
     ranges: list[Tensor] = field(default_factory=list)  # what lies here of all of them; no two overlap
-    squares: dict[int, Squares] = field(default_factory=dict)  # by number of the range, where it is a unit's whole one
     last: Place | None = None  # of the range that is being extended
     start: int = 0
 
@@ -151,6 +149,7 @@ def _spreads(params: Sequence[Tensor], places: Sequence[Place | None]) -> list[S
                 _enter(spreads, params[number], place, number)
     for spread in spreads.values():
         _close(spread)
+        spread.ranges = [grad for grad in spread.ranges if grad.numel()]
     return list(spreads.values())
 
 
@@ -183,10 +182,9 @@ def _enter_whole(
     _close(spread)
     spread.members += members
     at = 0
-    for grad, squares, segment in zip(unit.gradients.ranges, unit.gradients.squares, unit.layout.segments, strict=True):
+    for grad, segment in zip(unit.gradients.ranges, unit.layout.segments, strict=True):
         first, last = ordered[at][2], ordered[at + len(segment.params) - 1][2]
-        spread.squares[len(spread.ranges)] = squares
-        spread.ranges.append(grad[first.start : last.stop])  # the rest is padding, which is zero
+        spread.ranges.append(grad[first.start : last.stop])
         at += len(segment.params)
     return True
 
@@ -221,8 +219,7 @@ def _by_device(lists: Iterable[Sequence[Tensor]]) -> dict[tuple[torch.device, to
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for ranges in lists:
         for grad in ranges:
-            if grad.numel():
-                found.setdefault((grad.device, grad.dtype), []).append(grad)
+            found.setdefault((grad.device, grad.dtype), []).append(grad)
     return found
 
 
@@ -230,7 +227,7 @@ def _by_device(lists: Iterable[Sequence[Tensor]]) -> dict[tuple[torch.device, to
 
 
 def _total(device: torch.device, dtype: torch.dtype, spreads: Sequence[Spread], order: float = 2.0) -> Tensor:
-    sums = torch.stack([_power_sum(spread, order, device) for spread in spreads])
+    sums = torch.stack([_power_sum(spread.ranges, order, device) for spread in spreads])
     return _reduced(sums, spreads, dist.ReduceOp.SUM).sum().pow_(1.0 / order).to(dtype)
 
 
@@ -248,16 +245,8 @@ def _result_dtype(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
-def _power_sum(spread: Spread, order: float, device: torch.device) -> Tensor:
+def _power_sum(ranges: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """The sum of |x|^order over what lies here. 0-dim, float64."""
-    ready = {number: squares.current() for number, squares in spread.squares.items()} if order == 2.0 else {}
-    sums = [found for found in ready.values() if found is not None]
-    rest = [grad for number, grad in enumerate(spread.ranges) if ready.get(number) is None]
-    total = _power_sum_of(rest, order, device)
-    return total + torch.cat(sums).sum(dtype=torch.float64) if sums else total
-
-
-def _power_sum_of(ranges: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     norms = []
     for (where, dtype), same in _by_device([ranges]).items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None

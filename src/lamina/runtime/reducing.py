@@ -346,14 +346,12 @@ class Reducer:
 
     def _deliver(self, unit: Unit, number: int, rows: Rows, divisor: int) -> None:
         """Write or add the mean into the gradient range, by parameter."""
-        grad, squares = unit.gradients.ranges[number], unit.gradients.squares[number]
-        are_there = False
+        grad = unit.gradients.ranges[number]
         for start, stop, valid in self._runs(unit, number):
             if stop - start == grad.numel():
-                are_there = add_rows(grad, rows, 1.0 / divisor, valid, squares.place)
+                add_rows(grad, rows, 1.0 / divisor, valid)
             else:
                 add_rows(grad[start:stop], [row[start:stop] for row in rows], 1.0 / divisor, valid)
-        squares.note(are_there)
 
     def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""

@@ -18,31 +18,18 @@ from torch import Tensor
 
 Rows = Sequence[Tensor]  # what is to be summed, (numel,) each; one where the sum is made
 
-BLOCK = 4096  # elements of one program of the kernel
 MOST_ROWS = 8  # that the kernel takes; more are added in turns
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def add_rows(
-    target: Tensor, rows: Rows, factor: float, accumulate: bool, squares: Callable[[], Tensor] | None = None
-) -> bool:
-    """Write (or add) `factor` times the sum of `rows` into `target`, (numel,) like each of them.
-
-    Args:
-        squares: gives the place for sums of squares of the result, one for each BLOCK elements: (blocks,), float32.
-
-    Returns:
-        Whether `squares` was filled.
-    """
+def add_rows(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
+    """Write (or add) `factor` times the sum of `rows` into `target`, (numel,) like each of them."""
     fused = _fused() if target.is_cuda and _fits(target, rows) else None
     if fused is None:
         _add_in_passes(target, rows, factor, accumulate)
-        return False
+        return
     for first in range(0, len(rows), MOST_ROWS):
-        is_last = first + MOST_ROWS >= len(rows)
-        place = squares() if squares is not None and is_last else None
-        fused(target, rows[first : first + MOST_ROWS], factor, accumulate or first > 0, place)
-    return squares is not None
+        fused(target, rows[first : first + MOST_ROWS], factor, accumulate or first > 0)
 
 
 def _fits(target: Tensor, rows: Rows) -> bool:
@@ -69,7 +56,7 @@ def _as_tensor(factor: float, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def _fused() -> Callable[[Tensor, Rows, float, bool, Tensor | None], None] | None:
+def _fused() -> Callable[[Tensor, Rows, float, bool], None] | None:
     """The kernel's launcher; None where Triton is missing or cannot compile."""
     try:
         from lamina.runtime import summing_kernel
@@ -87,8 +74,8 @@ def _fused() -> Callable[[Tensor, Rows, float, bool, Tensor | None], None] | Non
     return summing_kernel.launch
 
 
-def _adds_up(launch: Callable[[Tensor, Rows, float, bool, Tensor | None], None], times: int) -> bool:
-    target, squares = torch.zeros(16, device="cuda"), torch.zeros(1, device="cuda")
+def _adds_up(launch: Callable[[Tensor, Rows, float, bool], None], times: int) -> bool:
+    target = torch.zeros(16, device="cuda")
     for _ in range(times):
-        launch(target, [torch.ones(16, device="cuda", dtype=torch.bfloat16)] * 2, 0.5, True, squares)
-    return target.tolist() == [float(times)] * 16 and squares.tolist() == [16.0 * times**2]
+        launch(target, [torch.ones(16, device="cuda", dtype=torch.bfloat16)] * 2, 0.5, True)
+    return target.tolist() == [float(times)] * 16

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lamina.runtime.summing import BLOCK, MOST_ROWS, Rows
+from lamina.runtime.summing import MOST_ROWS, Rows
+
+BLOCK = 4096  # elements of one program
 
 
 @triton.jit
 def _add_rows(  # type: ignore[no-untyped-def]
-    target, r0, r1, r2, r3, r4, r5, r6, r7, squares, numel, factor,
-    ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+    target, r0, r1, r2, r3, r4, r5, r6, r7, numel, factor,
+    ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -43,8 +45,6 @@ def _add_rows(  # type: ignore[no-untyped-def]
     if ACCUMULATE:
         total += tl.load(target + at, mask=inside, other=0.0)
     tl.store(target + at, total, mask=inside)
-    if SQUARES:
-        tl.store(squares + tl.program_id(0), tl.sum(tl.where(inside, total * total, 0.0)))
 
 
 ALIGNMENT_BYTES = 16
@@ -53,25 +53,22 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 looks_up = False  # every launch by Triton's own way
 
 
-def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool, squares: Tensor | None = None) -> None:
-    """`summing.add_rows` for float32 targets and at most MOST_ROWS rows of 16 or 32 bits, all of one dtype.
-
-    `squares`, (ceil(numel / BLOCK),) float32, gets the sums of squares of the target's blocks.
-    """
+def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
+    """`summing.add_rows` for float32 targets and at most MOST_ROWS rows of 16 or 32 bits, all of one dtype."""
     numel, count = target.numel(), len(rows)
     padded: list[Any] = [*rows, *[rows[0]] * (MOST_ROWS - count)]
     grid = ((numel + BLOCK - 1) // BLOCK, 1, 1)
     is_usual = not numel % ALIGNMENT_BYTES and numel < SHORT_NUMEL and not looks_up
-    for tensor in (target, *rows) if squares is None else (target, squares, *rows):
+    for tensor in (target, *rows):
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             is_usual = False
-    key = rows[0].dtype, count, accumulate, squares is not None, target.device.index
-    place = target if squares is None else squares
+    key = rows[0].dtype, count, accumulate, target.device.index
     kernel = _compiled.get(key) if is_usual else None
     if kernel is not None:
-        kernel[grid](target, *padded, place, numel, factor, count, accumulate, squares is not None, BLOCK)
+        kernel[grid](target, *padded, numel, factor, count, accumulate, BLOCK)
         return
-    constants = {"ROWS": count, "ACCUMULATE": accumulate, "SQUARES": squares is not None, "BLOCK": BLOCK}
-    kernel = _add_rows[grid](target, *padded, place, numel, factor, **constants, num_warps=8)
+    kernel = _add_rows[grid](
+        target, *padded, numel, factor, ROWS=count, ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8
+    )
     if is_usual:
         _compiled[key] = kernel

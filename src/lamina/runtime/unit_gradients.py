@@ -19,37 +19,9 @@ from lamina.core.layout import UnitLayout
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
-from lamina.runtime.summing import BLOCK
 
 _grad_of = attrgetter("grad")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-
-
-class Squares:
-    """Sums of squares of a gradient range, made by the kernel that wrote it; good until the range is written again.
-
-    torch counts writes to a tensor. As in autograd, those of a foreign kernel that leaves the count alone are not seen.
-    """
-
-    def __init__(self, gradient: Tensor) -> None:
-        self._gradient = gradient
-        self._sums: Tensor | None = None  # (blocks,), float32
-        self._version: int | None = None  # of the gradient when they were made
-
-    def place(self) -> Tensor:
-        """Where they go."""
-        if self._sums is None:
-            blocks = (self._gradient.numel() + BLOCK - 1) // BLOCK
-            self._sums = torch.empty(blocks, dtype=torch.float32, device=self._gradient.device)
-        return self._sums
-
-    def note(self, are_there: bool) -> None:
-        """The range has been written, with them or without."""
-        self._version = self._gradient._version if are_there else None
-
-    def current(self) -> Tensor | None:
-        """Where they are, if they are those of the range as it is now."""
-        return self._sums if self._version == self._gradient._version else None
 
 
 class UnitGradients:
@@ -61,7 +33,6 @@ class UnitGradients:
         self.params, self.layout, self.device, self.range_index = params, layout, device, range_index
         self.plain = plain  # autograd writes p.grad itself
         self.ranges: list[Tensor] = []  # by segment, (S,) of the gradient, float32 or wider; empty until the first
-        self.squares: list[Squares] = []  # by segment
         self.views: list[Tensor] = []  # what p.grad is; empty where frozen
         self._locals: list[Tensor] = []  # their `.local`, where they are Shards
         self._are_away = False  # their memory is with the allocator
@@ -82,7 +53,6 @@ class UnitGradients:
             return
         nothing = torch.empty(0, device=self.device)
         self.ranges = [nothing] * len(self.layout.segments)
-        self.squares = [Squares(nothing)] * len(self.layout.segments)
         self.views = [nothing] * len(self.params)
         self._locals = [nothing] * sum(isinstance(param, Shard) for param in self.params)
         for number in range(len(self.layout.segments)):
@@ -115,7 +85,7 @@ class UnitGradients:
         segment, index = self.layout.segments[number], self.range_index
         numel = segment.range_numel if segment.trainable else 0
         grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.device)
-        self.ranges[number], self.squares[number] = grad, Squares(grad)
+        self.ranges[number] = grad
         first = sum(len(before.params) for before in self.layout.segments[:number])
         for i, spec in enumerate(segment.params):
             start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
