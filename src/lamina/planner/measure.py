@@ -28,6 +28,7 @@ from lamina.runtime.precision import Precision, is_kept, resolve_precision, spec
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.units import UnitPlan, plan_units
 
+_aten: Any = torch.ops.aten
 Loss = Callable[[nn.Module, Mapping[str, Tensor] | Sequence[Tensor]], Tensor]
 
 
@@ -83,7 +84,7 @@ def measure(
         )
     workload = Workload(type(model).__name__, works, batch, seq, watch.logits_bytes)
     input_bytes = sum(t.nbytes for t in tensors_in(given))
-    return Measured(workload, shapes, tuple(watch.moments), input_bytes, kind, recompute, tuple(watch.events))
+    return Measured(workload, shapes, tuple(watch.moments), input_bytes, kind, recompute, tuple(watch.settled_events()))
 
 
 def run_backward(loss: Tensor) -> None:
@@ -232,6 +233,8 @@ class _Watch(LiveBytes):
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, made: bool) -> None:
         writes = func._schema.name.endswith("_")
+        if made and not self._forward and func is _aten.add.Tensor and not torch.is_grad_enabled():
+            self.note_sum(args[0], result)  # autograd's own: what runs forward again has gradients on
         if func in MATRIX:
             self.events.append(Event(Happens.PRODUCT, int(not self._forward)))
         if not self._forward or not (made or writes):

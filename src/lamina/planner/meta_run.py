@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -129,6 +130,7 @@ class LiveBytes(TorchDispatchMode):
         self.events: list[Event] = []  # births and deaths in order
         self._alive: dict[int, tuple[weakref.ref, int, int]] = {}  # by storage: its bytes, its number among births
         self._born = 0
+        self._sums: dict[int, int] = {}  # sum of two gradients: the first of them
 
     def begin_stretch(self) -> int:
         """The peak of the stretch that ends here."""
@@ -180,6 +182,38 @@ class LiveBytes(TorchDispatchMode):
         """Of its storage among births; None: it is older than this mode."""
         found = self._alive.get(id_of(tensor))
         return None if found is None else found[2]
+
+    def note_sum(self, left: Any, result: Tensor) -> None:
+        """Two gradients of one tensor were added: into the first, if nobody else has it. Under a mode, torch never does
+        (can_accumulate_inplace of torch/csrc/autograd/input_buffer.cpp), so whether it would is found out afterwards.
+        """
+        first, sum_ = self.number_of(left), self.number_of(result)
+        if first is not None and sum_ is not None and not left._is_view():
+            self._sums[sum_] = first
+
+    def settled_events(self) -> Iterator[Event]:
+        """The events with sums in place: those whose first gradient is gone before anything else is born."""
+        same: dict[int, int] = {}
+        over: set[int] = set()  # gradients that have become their sum
+        for at, event in enumerate(self.events):
+            first = self._sums.get(event.number) if event.what is Happens.TAKE else None
+            if first is not None and self._goes_next(at, first):
+                same[event.number] = same.get(first, first)
+                over.add(first)
+            elif event.what is Happens.GIVE and event.number in over:
+                continue
+            elif event.what in (Happens.TAKE, Happens.GIVE, Happens.GRADIENT):
+                yield event._replace(number=same.get(event.number, event.number))
+            else:
+                yield event
+
+    def _goes_next(self, at: int, number: int) -> bool:
+        for event in itertools.islice(self.events, at + 1, None):
+            if event.what is Happens.TAKE:
+                return False
+            if event == (Happens.GIVE, number, 0):
+                return True
+        return False
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
