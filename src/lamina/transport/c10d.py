@@ -19,11 +19,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from lamina.core.groups import Group
 
+# On the stream that is running, as torch.distributed does it for `async_op=False`.
+GATHER_NOW, EXCHANGE_NOW = AllgatherOptions(), AllToAllOptions()
+GATHER_NOW.asyncOp = EXCHANGE_NOW.asyncOp = False
+
 # torch 2.13 deprecates the *_tensor names for *_single; 2.11 has only the former
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -68,16 +72,18 @@ class C10d:
         return None
 
     def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> dist.Work | None:
-        assert group.pg is not None
-        if self.asynchronous:  # past torch.distributed's checks: 20 us of host time for each call
+        assert group.pg is not None  # past torch.distributed's checks: 20 us of host time for each call
+        if self.asynchronous:
             return group.pg._allgather_base(whole, part)
-        return _all_gather(whole, part, group=group.pg)
+        _queue(group.pg._allgather_base(whole, part, GATHER_NOW))
+        return None
 
     def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
         assert group.pg is not None
         if self.asynchronous:
             return functools.partial(group.pg.alltoall_base, inbox, source, [], [])
-        return functools.partial(dist.all_to_all_single, inbox, source, group=group.pg)
+        pg = group.pg
+        return lambda: _queue(pg.alltoall_base(inbox, source, [], [], EXCHANGE_NOW))
 
     def reduce_scatter(self, group: Group, part: Tensor, source: Tensor) -> dist.Work | None:
         if not self.asynchronous:
@@ -88,6 +94,11 @@ class C10d:
 
     def all_reduce(self, group: Group, tensor: Tensor) -> dist.Work | None:
         return dist.all_reduce(as_real(tensor), group=group.pg, async_op=self.asynchronous)
+
+
+def _queue(work: dist.Work | None) -> None:
+    if work is not None:  # of a backend that has not made the stream wait by itself
+        work.wait()
 
 
 class GuardedWork:
