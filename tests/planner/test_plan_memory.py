@@ -144,23 +144,25 @@ def gpu_rows() -> list[tuple[str, int, dict, dict]]:
     return rows
 
 
-def benchmark_model(size: str) -> nn.Module:
+@functools.cache
+def measured_1b(tokens: int, recompute: str) -> Measured:
     sys.path.insert(0, str(BENCHMARKS / "gpu_step"))
     try:
         from model import Model
     finally:
         sys.path.pop(0)
     with torch.device("meta"):
-        return Model(size)
+        model = Model("1b")
+    precision = lamina.Precision(compute=torch.bfloat16, keep=())
+    return measure(model, tokens // 2048, 2048, precision=precision, recompute=recompute)
 
 
 def test_measured_steps_of_two_gpus() -> None:
     """Nothing in a forecast comes from these rows but what a communicator takes. The job had built its model on the
     device, and a communicator of its own, which the unsharded loop beside it had too."""
-    model, machine = benchmark_model("1b"), load_machine("h200")
-    precision = lamina.Precision(compute=torch.bfloat16, keep=())
+    machine = load_machine("h200")
     for name, tokens, row, loop in gpu_rows():
-        measured = measure(model, tokens // 2048, 2048, precision=precision)
+        measured = measured_1b(tokens, "none")
         forecast = forecast_memory(measured, Choice("zero3", 2), machine)
         assert forecast.allocated_bytes / GIB == pytest.approx(row["allocated_gib"], rel=0.001), name
         assert forecast.peak.place == "backward loss"
@@ -173,16 +175,14 @@ def test_measured_steps_of_two_gpus() -> None:
 
 @pytest.mark.parametrize("number", [0, 4])
 def test_measured_steps_of_one_gpu(number: int) -> None:
+    """The second is 1 % off if sums of gradients take memory of their own."""
     data = json.loads((BENCHMARKS / "plan_memory" / "results" / "one_h200.json").read_text())["rows"][number]
     row = data["row"]
-    precision = lamina.Precision(compute=torch.bfloat16, keep=())
-    measured = measure(
-        benchmark_model(row["size"]), row["tokens"] // 2048, 2048, precision=precision, recompute=row["recompute"]
-    )
+    measured = measured_1b(row["tokens"], row["recompute"])
     forecast = forecast_memory(measured, Choice(row["strategy"], 1, recompute=row["recompute"]), load_machine("h200"))
     assert forecast.allocated_bytes / GIB == pytest.approx(data["allocated"], rel=0.001)
-    assert forecast.reserved_bytes / GIB == pytest.approx(data["reserved"], rel=0.02)
-    assert forecast.used_bytes / GIB == pytest.approx(data["used"], abs=0.3)
+    assert forecast.reserved_bytes / GIB == pytest.approx(data["reserved"], rel=0.001)
+    assert forecast.used_bytes / GIB == pytest.approx(data["used"], abs=0.05)
 
 
 class Peeks(nn.Module):

@@ -1,0 +1,111 @@
+"""Forecasts beside everything that was measured, as a table. Needs no GPU.
+
+python benchmarks/plan_memory/compare.py                                 # results/*.json, and lamina's rows of gpu_step
+python benchmarks/plan_memory/compare.py benchmarks/plan_memory/results/NAME.json
+
+The jobs of gpu_step build their model on the device before they shard it, and have a communicator of their own, whose
+size is what the unsharded loop of the same run takes beside its context. Rows of gradients that kept their memory, and
+captured steps, are other programs: left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+from predict import measured
+from rows import Row
+
+from lamina.core.strategy import resolve
+from lamina.planner.machine import Machine, load_machine
+from lamina.planner.memory import forecast_memory
+from lamina.planner.reserved import reserve
+from lamina.planner.workload import Choice
+
+GIB = 1 << 30
+HERE = Path(__file__).parent
+GPU_STEP = {"nccl_1b_2xH100_second": 8192, "peer_1b_2xH200": 8192, "peer_1b_2048_2xH200": 2048}  # tokens a GPU
+
+
+class Found(NamedTuple):
+    """One measured row; GiB."""
+
+    row: Row
+    gpus: int
+    machine: Machine
+    allocated: float
+    reserved: float
+    used: float
+    given: bool = False
+    own_bytes: int = 0  # of a communicator of the job's
+
+
+def own_rows(path: Path) -> Iterator[Found]:
+    data = json.loads(path.read_text())
+    gpus = 1 if path.stem.startswith("one") else 2
+    for entry in data["rows"]:
+        if entry.get("fits"):
+            yield Found(
+                Row(**entry["row"]),
+                gpus,
+                machine_of(data["card"]),
+                *(entry[k] for k in ("allocated", "reserved", "used")),
+            )
+
+
+def gpu_step_rows() -> Iterator[Found]:
+    for name, tokens in GPU_STEP.items():
+        data = json.loads((HERE.parent / "gpu_step" / "results" / f"{name}.json").read_text())
+        by_way = {entry["way"]: entry for entry in data["rows"]}
+        machine, loop = machine_of(data["card"]), by_way["reference"]
+        own_bytes = int((loop["used_gib"] - loop["reserved_gib"]) * GIB - machine.fixed_bytes)
+        sizes = (by_way["lamina"][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
+        yield Found(Row("1b", tokens, "zero3", "none"), 2, machine, *sizes, given=True, own_bytes=own_bytes)
+
+
+def machine_of(card: str) -> Machine:
+    return load_machine("h200" if "H200" in card else "h100")
+
+
+def line(found: Found) -> str:
+    row = found.row
+    model = measured(row.size, row.tokens, row.recompute)
+    forecast = forecast_memory(model, Choice(row.strategy, found.gpus, recompute=row.recompute), found.machine)
+    beside_bytes = forecast.used_bytes - forecast.reserved_bytes
+    run = reserve(model, forecast.state, resolve(row.strategy, found.gpus), given=found.given)
+    assert run is not None
+    pairs = (
+        (run.allocated_bytes, found.allocated),
+        (run.reserved_bytes, found.reserved),
+        (run.reserved_bytes + beside_bytes + found.own_bytes, found.used),
+    )
+    where = f"{found.gpus} x {found.machine.name}" + (", built on the device" if found.given else "")
+    figures = (f"{forecast / GIB:.2f} / {seen:.2f} ({forecast / GIB / seen - 1:+.1%})" for forecast, seen in pairs)
+    return "| " + " | ".join([where, *map(str, row), *figures]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("results", type=Path, nargs="*")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| where | model | tokens a GPU | strategy | recompute | allocated | reserved | used |")
+    print("|---|---|---|---|---|---|---|---|")
+    for path in options.results or sorted((HERE / "results").glob("*.json")):
+        for found in own_rows(path):
+            print(line(found))
+    for found in [] if options.results else gpu_step_rows():
+        print(line(found))
+
+
+if __name__ == "__main__":
+    main()
