@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # elements of one program
+BLOCK = 1024  # elements of one program; of 1024 to 4096 the quickest
+WARPS = 8
 COLUMNS = 6  # of the table: addresses of parameter, gradient, both moments and step count; number of elements
 ALIGNMENT_BYTES = 16
 
@@ -39,40 +40,75 @@ def _adamw(  # type: ignore[no-untyped-def]
         if HAS_FOUND_INF:
             is_sound = tl.load(found_inf) == 0.0
         if is_sound:
-            params = tl.load(row).to(tl.pointer_type(tl.float32))
-            grads = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-            firsts = tl.load(row + 2).to(tl.pointer_type(tl.float32))
-            seconds = tl.load(row + 3).to(tl.pointer_type(tl.float32))
-            if ALIGNED:
-                params, grads = tl.multiple_of(params, 16), tl.multiple_of(grads, 16)
-                firsts, seconds = tl.multiple_of(firsts, 16), tl.multiple_of(seconds, 16)
-            step = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32))).to(tl.float64)
+            params = _place(row, ALIGNED) + first
+            grads = _place(row + 1, ALIGNED) + first
+            firsts = _place(row + 2, ALIGNED) + first
+            seconds = _place(row + 3, ALIGNED) + first
+            step = tl.load(_place(row + 4, False)).to(tl.float64)
             rate = lr
             if LR_LIES_THERE:
                 rate = tl.load(lr).to(tl.float32)
+            factor = 1.0
+            if HAS_SCALE:
+                factor = tl.load(scale).to(tl.float32)
             # beta ** step: the logarithm in two floats, for 1 - 0.999 has only half of a float's digits
             correction1 = 1.0 - tl.exp(step * (log_beta1.to(tl.float64) + low1.to(tl.float64)))
             correction2 = 1.0 - tl.exp(step * (log_beta2.to(tl.float64) + low2.to(tl.float64)))
             step_size = (rate / correction1).to(tl.float32)
             shrink = (1.0 / tl.sqrt(correction2)).to(tl.float32)
+            left = 1.0 - rate * decay
+            if first + BLOCK <= numel:  # without a mask, which would keep Triton from reading whole vectors
+                _update(
+                    params, grads, firsts, seconds, 0, factor, left, rest1, rest2, step_size, shrink, eps,
+                    HAS_SCALE, MAXIMIZE, False, BLOCK,
+                )  # fmt: skip
+            else:
+                _update(
+                    params, grads, firsts, seconds, numel - first, factor, left, rest1, rest2, step_size, shrink, eps,
+                    HAS_SCALE, MAXIMIZE, True, BLOCK,
+                )  # fmt: skip
 
-            at = first + tl.arange(0, BLOCK)
-            inside = at < numel
-            grad = tl.load(grads + at, mask=inside, other=0.0)
-            param = tl.load(params + at, mask=inside, other=0.0)
-            mean = tl.load(firsts + at, mask=inside, other=0.0)
-            square = tl.load(seconds + at, mask=inside, other=0.0)
-            if HAS_SCALE:
-                grad = grad * tl.load(scale).to(tl.float32)
-            if MAXIMIZE:
-                grad = -grad
-            param = param - rate * decay * param
-            mean = mean + (grad - mean) * rest1
-            square = square + (grad * grad - square) * rest2
-            param = param - step_size * mean / (tl.sqrt(square) * shrink + eps)
-            tl.store(firsts + at, mean, mask=inside)
-            tl.store(seconds + at, square, mask=inside)
-            tl.store(params + at, param, mask=inside)
+
+@triton.jit
+def _place(cell, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address that a cell of the table holds."""
+    address = tl.load(cell)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    params, grads, firsts, seconds, numel, factor, left, rest1, rest2, step_size, shrink, eps,
+    HAS_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block: its first `numel` elements where MASKED, else all."""
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        inside = at < numel
+        grad = tl.load(grads + at, mask=inside, other=0.0)
+        param = tl.load(params + at, mask=inside, other=0.0)
+        mean = tl.load(firsts + at, mask=inside, other=0.0)
+        square = tl.load(seconds + at, mask=inside, other=0.0)
+    else:
+        grad, param = tl.load(grads + at), tl.load(params + at)
+        mean, square = tl.load(firsts + at), tl.load(seconds + at)
+    if HAS_SCALE:
+        grad = grad * factor
+    if MAXIMIZE:
+        grad = -grad
+    mean = mean + (grad - mean) * rest1
+    square = square + (grad * grad - square) * rest2
+    param = param * left - step_size * mean / (tl.sqrt(square) * shrink + eps)
+    if MASKED:
+        tl.store(firsts + at, mean, mask=inside)
+        tl.store(seconds + at, square, mask=inside)
+        tl.store(params + at, param, mask=inside)
+    else:
+        tl.store(firsts + at, mean)
+        tl.store(seconds + at, square)
+        tl.store(params + at, param)
 
 
 class Table:
@@ -136,7 +172,7 @@ def launch(
         ALIGNED=table.is_aligned,
         BLOCK=BLOCK,
         COLUMNS=COLUMNS,
-        num_warps=8,
+        num_warps=WARPS,
     )
 
 
