@@ -12,7 +12,8 @@ Gloo on the loopback interface, and keep their default process group until the s
 
 A rank that raises gives one `RankFailure` in the test; a rank that dies or hangs costs the pool of that world, and the
 next call starts a new one. After every call the ranks run one collective on the default group: a test that left it out
-of step is not allowed to spoil the next one. The worker's half is harness_worker.py.
+of step is not allowed to spoil the next one. `run_alone` is for what must begin in a process of its own, without ranks.
+The worker's half is harness_worker.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +94,31 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 6
             pool.kill()
 
 
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> Any:
+    """Call `fn` in a new process that is no rank of anything and has torch imported already; return what it returns."""
+    call = Call(*_pack((fn, args, kwargs)), _settings.debug)
+    context = _fork_server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=harness_worker.serve_once, args=(call, theirs), name="alone")
+    process.start()
+    theirs.close()
+    try:
+        answer: Answer | None = pickle.loads(ours.recv_bytes()) if ours.poll(timeout) else None
+    except EOFError:
+        process.join()
+        answer = Answer(None, ("Died", f"the process ended with exit code {process.exitcode}", ""))
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if answer is None:
+        raise RankTimeout({0: RankError("Hung", f"no answer within {timeout:g} s", "")}, {})
+    if answer.error is not None:
+        raise RankFailure({0: RankError(*answer.error)}, {})
+    assert answer.payload is not None
+    return pickle.loads(answer.payload)
+
+
 def expect_error(
     world: int,
     fn: Callable[..., Any],
@@ -130,6 +157,17 @@ def shutdown() -> None:
 atexit.register(shutdown)
 
 
+def _fork_server() -> ForkServerContext:
+    """It has torch imported once: a new process then costs a tenth of a second instead of seconds."""
+    context = multiprocessing.get_context("forkserver")
+    # torch._dynamo: the first torch.optim optimizer of a process imports it, 1.7 s of CPU time; a model of transformers
+    # costs as much, once in every rank that has one, and makes every later look for garbage there ten times as long.
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "torch._dynamo", "lamina", "transformers.modeling_utils"]
+    )
+    return context
+
+
 class _Pool:
     """The rank processes of one world, each with a pipe to it."""
 
@@ -140,10 +178,7 @@ class _Pool:
         self.spoiled = False
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="lamina-ranks-")
-        # A fork server has torch imported once: a new pool then costs a tenth of a second a rank instead of seconds.
-        context = multiprocessing.get_context("forkserver")
-        # torch._dynamo: the first torch.optim optimizer of a process imports it, 1.7 s of CPU time a rank.
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "lamina"])
+        context = _fork_server()
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
         for rank in range(world):

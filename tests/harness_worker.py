@@ -72,6 +72,12 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
         pipe.send_bytes(pickle.dumps(reply))
 
 
+def serve_once(call: Call, pipe: Connection) -> None:
+    """Entry point of a process that answers one call and is no rank."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    pipe.send_bytes(pickle.dumps(_answer(call)))
+
+
 def _answer(call: Call) -> Answer:
     try:
         _reset()
@@ -84,6 +90,7 @@ def _answer(call: Call) -> Answer:
         answer = Answer(None, (type(error).__name__, str(error), traceback.format_exc()))
         error.__traceback__ = None  # frees the frames, and with them the tensors that they hold
     _reset()
+    gc.collect()  # the next call finds nothing of this one
     return answer
 
 
@@ -140,7 +147,6 @@ def _reset() -> None:
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
-    gc.collect()
 
 
 def _apply_debug(debug: bool) -> None:

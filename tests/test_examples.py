@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +47,23 @@ def as_launched(fn: Callable[[], Any]) -> Any:
     finally:
         for name in variables:
             del os.environ[name]
+
+
+# -- first steps
+
+
+def run_first_steps() -> str:
+    stream = io.StringIO()
+    program = str(EXAMPLES / "first_steps.py")
+    with contextlib.redirect_stdout(stream), mock.patch.object(sys, "argv", [program, "--steps", "3"]):
+        as_launched(lambda: runpy.run_path(program, run_name="__main__"))
+    return stream.getvalue()
+
+
+def test_the_first_steps() -> None:
+    """A few of them; all take a minute. How `launch` starts a script's ranks is test_launch.py's."""
+    output, nothing = run_ranks(2, run_first_steps)
+    assert re.search(r"loss .*bigram", output, re.DOTALL) and not nothing
 
 
 # -- a loop of one's own, beside FSDP2

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import RankFailure, RankTimeout, expect_error, run_ranks
+from harness import RankFailure, RankTimeout, expect_error, run_alone, run_ranks
 from lamina.errors import UnitError
 
 
@@ -38,10 +38,18 @@ def process_id() -> int:
     return os.getpid()
 
 
+def group_and_process() -> tuple[bool, int]:
+    return dist.is_initialized(), os.getpid()
+
+
 def raise_on(ranks: tuple[int, ...], message: str) -> str:
     if dist.get_rank() in ranks:
         raise UnitError(f"{message} on rank {dist.get_rank()}")
     return "fine"
+
+
+def raise_alone(message: str) -> None:
+    raise UnitError(message)
 
 
 def raise_while_others_wait() -> None:
@@ -163,3 +171,14 @@ def test_a_hang_ends_at_the_timeout() -> None:
 def test_a_group_left_out_of_step_does_not_reach_the_next_call() -> None:
     run_ranks(2, leave_group_out_of_step)
     assert [value.item() for value in run_ranks(2, summed)] == [3.0, 3.0]
+
+
+def test_alone_is_a_new_process_without_a_group() -> None:
+    has_group, process = run_alone(group_and_process)
+    assert not has_group and process not in (os.getpid(), run_alone(process_id))
+    with pytest.raises(RankFailure, match="a word"):
+        run_alone(raise_alone, "a word")
+    with pytest.raises(RankFailure, match="exit code 7"):
+        run_alone(os._exit, 7)
+    with pytest.raises(RankTimeout):
+        run_alone(time.sleep, 60, timeout=0.2)

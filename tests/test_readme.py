@@ -1,7 +1,7 @@
 """The README and docs/ are true: programs run and print what they say, links lead somewhere, commands are CI's.
 
 A block of docs/ that begins with "python run" is a program, which "python more" goes on with; two ranks run it, or with
-"python run alone" one plain `python`. The blocks "text output" behind it are what rank 0 prints, up to white space.
+"python run alone" one process. The blocks "text output" behind it are what rank 0 prints, up to white space.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 import lamina
-from harness import run_ranks
+from harness import run_alone, run_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,8 +78,9 @@ def test_the_first_program(launcher: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", range(1, len(PROGRAMS)))
 def test_the_other_programs(index: int, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAMS[index])
-    run(["program.py"], tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAMS[index])
+    run_alone(printed, program)
 
 
 def test_the_first_program_is_short() -> None:
@@ -96,14 +97,8 @@ def test_the_commands() -> None:
     assert "grep -m 1 '^pip install .*pytest' README.md" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_loop_by_hand(tmp_path: Path) -> None:
-    """A few steps of it; its full run takes a minute."""
-    output = run([str(ROOT / "examples" / "first_steps.py"), "--steps", "3"], tmp_path)
-    assert re.search(r"loss .*bigram", output, re.DOTALL)
-
-
 def printed(program: Path) -> str:
-    """On a rank: run a program in a file (the source of its classes can be read), and return what it prints."""
+    """In another process: run a program in a file (the source of its classes can be read), return what it prints."""
     stream = io.StringIO()
     with contextlib.redirect_stdout(stream), contextlib.chdir(program.parent):
         runpy.run_path(str(program), run_name="__main__")
@@ -114,7 +109,7 @@ def printed(program: Path) -> str:
 def test_programs_of_the_docs(snippet: Snippet, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(snippet.text)
-    output = run(["program.py"], tmp_path) if snippet.alone else run_ranks(2, printed, program)[0]
+    output = run_alone(printed, program) if snippet.alone else run_ranks(2, printed, program)[0]
     if snippet.output:
         assert output.split() == snippet.output.split()
 

@@ -125,7 +125,7 @@ class _Rank:
         self.report: Report | None = None
         ours, theirs = Pipe()
         # lamina and the function's modules must be found as they are found here; `__main__` must stay empty.
-        code = f"import sys; sys.path[:] = {sys.path!r}; del sys; "
+        code = f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; del gc, sys; "
         code += f"__import__('lamina.launched').launched.main({theirs.fileno()})"
         self.process = subprocess.Popen(
             [sys.executable, "-u", "-c", code],

@@ -7,6 +7,7 @@ that its peers see no broken connection whose error would hide the cause; a rank
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -43,6 +44,9 @@ Report = Returned | Failed
 
 def main(descriptor: int) -> None:
     """Entry point; `descriptor` is this end of the pipe."""
+    # What torch's import made stays to the end: to look through it, above all at the end, takes half a second.
+    gc.freeze()
+    gc.enable()
     pipe = Connection(descriptor)
     ask: Ask = pickle.loads(pipe.recv_bytes())
     threading.Thread(target=_end_with_launcher, args=(pipe,), daemon=True).start()
