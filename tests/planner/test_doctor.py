@@ -23,9 +23,18 @@ FINE = Facts(
 )
 
 
+class Filling(CpuBench):
+    """A device that fills: libraries, then what collectives take, then two communicators of a small model's."""
+
+    used = iter((100, 500, 514))
+
+    def used_bytes(self) -> int:
+        return next(self.used)
+
+
 def measure_tiny() -> Measured:
     torch.set_num_threads(1)
-    return measure(CpuBench(TINY))
+    return measure(Filling(TINY))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +52,7 @@ def test_two_ranks_measure_links_and_transports(measured: Measured) -> None:
     assert measured.transports == {"c10d": "", "peer": ""}
     assert [p.dtype_bytes for p in measured.products] == [2, 4]
     assert all(p.ms > 0 for p in (*measured.products, *measured.collectives))
+    assert (measured.fixed_bytes, measured.communicator_bytes) == (100, 7)
 
 
 def unknown_transport() -> str:
@@ -68,6 +78,7 @@ def test_a_known_gpu_brings_its_network(measured: Measured) -> None:
     assert machine.network_bytes_per_s == known.network_bytes_per_s
     assert machine.marks["network_bytes_per_s"].mark == "published"
     assert machine.memory_bytes == 80 << 30
+    assert (machine.fixed_bytes, machine.communicator_bytes) == (100, 7)
 
 
 def test_one_rank_has_no_links() -> None:

@@ -181,11 +181,13 @@ class _Watch(LiveBytes):
         self.moments: list[Moment] = []
         self.logits_bytes = 0
         self.deepest = ""  # the module that was entered last, for messages
-        self._open = [next((i for i, p in enumerate(plans) if "" in p.modules), 0)]
+        roots = [i for i, p in enumerate(plans) if "" in p.modules]
+        self._open = roots[:1] or [0]
         self._label, self._forward = "forward " + plans[self._open[0]].title, True
         self._reduced: list[int] = []
         self._previous: list[Tensor] = []  # gradients that the last reduction is copying
-        self._late = list(self._open)  # units whose inputs no node has made: they end with the backward, in this order
+        self._late = roots[:1]  # units whose inputs no node has made: they end with the backward, in this order
+        self._first_late = len(self._late)
         self._saved: dict[int, Tensor] = {}
         self._weights: set[int] = set()
         self._weights_kept = list(model.parameters()) + list(model.buffers())
@@ -286,7 +288,7 @@ class _Watch(LiveBytes):
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if index not in self._late and all(tensor.grad_fn is None for tensor in tensors_in((args, kwargs))):
-                self._late.insert(1, index)  # what was used last begins its backward first
+                self._late.insert(self._first_late, index)  # what was used last begins its backward first
             self._open.append(index)
             self._border(f"forward {self.plans[index].title}")
 
