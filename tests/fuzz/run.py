@@ -7,10 +7,12 @@ with the case. No job does anything that lamina refuses, so any error is a fault
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,13 +27,16 @@ BATCH = 40  # seeds a call, over all worlds
 START_S, SEED_S = 25.0, 3.0  # time limit of a call: a seed takes 0.1 s on a quiet machine
 
 
+Row = tuple[int, str, Outcome | None]  # seed, what went wrong ("" if nothing did), what came out
+
+
 def world_of(seed: int) -> int:
     return 1 + seed % 4
 
 
-def run_seeds(seeds: Sequence[int], until_wrong: bool = False) -> list[tuple[int, str, Outcome | None]]:
+def run_seeds(seeds: Sequence[int], until_wrong: bool = False) -> list[Row]:
     """Seed, what went wrong ("" if nothing did), and the outcome; with `until_wrong` not of all."""
-    found: list[tuple[int, str, Outcome | None]] = []
+    found: list[Row] = []
     for world in sorted({world_of(seed) for seed in seeds}):
         mine = [seed for seed in seeds if world_of(seed) == world]
         try:
@@ -46,9 +51,9 @@ def run_seeds(seeds: Sequence[int], until_wrong: bool = False) -> list[tuple[int
     return found
 
 
-def _one_by_one(seeds: Sequence[int], until_wrong: bool) -> list[tuple[int, str, Outcome | None]]:
+def _one_by_one(seeds: Sequence[int], until_wrong: bool) -> list[Row]:
     """Which of these seeds it was that raised, died or hung; it may be none of them alone."""
-    found: list[tuple[int, str, Outcome | None]] = []
+    found: list[Row] = []
     for seed in seeds:
         found += run_seeds([seed])
         if until_wrong and found[-1][1]:
@@ -58,10 +63,10 @@ def _one_by_one(seeds: Sequence[int], until_wrong: bool) -> list[tuple[int, str,
     return found
 
 
-def _run_here(seeds: Sequence[int]) -> list[tuple[int, str, Outcome | None]]:
+def _run_here(seeds: Sequence[int]) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found: list[tuple[int, str, Outcome | None]] = []
+    found: list[Row] = []
     for seed in seeds:
         if world_of(seed) == 1:
             try:
@@ -77,39 +82,106 @@ def _wrong(outcomes: Sequence[Outcome]) -> str:
     return "; ".join(f"rank {r}: {o.worst:.2e} in {o.where}" for r, o in enumerate(outcomes) if not o.is_right)
 
 
+class Tally:
+    """What all jobs came to: one summary of all workers."""
+
+    def __init__(self, shows: bool) -> None:
+        self.shows, self.began, self.features = shows, time.monotonic(), Counter[str]()
+        self.done: set[int] = set()
+        self.wrong: list[int] = []
+        self.worst: dict[str, float] = defaultdict(float)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for seed, problem, outcome in rows:
+            if outcome is not None:
+                self.features.update(outcome.features)
+                kind = f"{outcome.case.precision} (within {outcome.tolerance:g})"
+                self.worst[kind] = max(self.worst[kind], outcome.worst)
+            if problem or self.shows:
+                print(f"seed {seed}: {problem or 'right'}\n    {case_of(seed, world_of(seed))}", flush=True)
+                print(f"    {sorted(RandomModel(seed).features)}", flush=True)
+            if problem:
+                self.wrong.append(seed)
+            self.done.add(seed)
+        print(f"{len(self.done)} seeds so far", flush=True)
+
+    def print(self) -> None:
+        print(f"{len(self.done)} seeds in {time.monotonic() - self.began:.0f} s: {len(self.wrong)} wrong")
+        print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in sorted(self.worst.items())))
+        print("features: " + ", ".join(f"{name} {count}" for name, count in sorted(self.features.items())))
+        if self.wrong:
+            print("not right: --seeds " + ",".join(map(str, sorted(self.wrong))))
+
+
+def _work(seeds: Sequence[int], until_wrong: bool, told: Connection) -> None:
+    """A worker: a process with ranks of its own."""
+    try:
+        size = BATCH // 4 if until_wrong else BATCH
+        for at in range(0, len(seeds), size):
+            told.send(run_seeds(seeds[at : at + size], until_wrong))
+    finally:
+        told.close()
+        harness.shutdown()
+
+
+def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tally) -> None:
+    """Deal the seeds out to processes; one that dies is named by the first seed that it owes."""
+    context = multiprocessing.get_context("spawn")
+    owed: dict[Connection, list[int]] = {}
+    processes = []
+    for n in range(count):
+        mine = [seed for place, seed in enumerate(seeds) if place // BATCH % count == n]
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(mine, until_wrong, theirs), name=f"worker {n}")
+        process.start()
+        theirs.close()
+        owed[ours] = mine
+        processes.append(process)
+    while owed and not (until_wrong and tally.wrong):
+        for ours in wait(list(owed)):
+            assert isinstance(ours, Connection)
+            try:
+                rows = ours.recv()
+            except EOFError:
+                left = [seed for seed in owed.pop(ours) if seed not in tally.done]
+                tally.add((seed, "its worker died at this seed or at one soon after", None) for seed in left[:1])
+            else:
+                tally.add(rows)
+    for process in processes:
+        if until_wrong:
+            process.terminate()
+        process.join()
+
+
+def _seeds_of(text: str) -> list[int]:
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, stop = part.partition(":")
+        seeds += range(int(first), int(stop or int(first) + 1))
+    return seeds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", default="0:100", help="0:100, or 3,17,40:50")
+    parser.add_argument("--workers", type=int, default=1, help="so many of up to four ranks each, side by side")
     parser.add_argument("--show", action="store_true", help="describe every case")
     parser.add_argument("--until-wrong", action="store_true", help="end soon after the first seed that is not right")
     parser.add_argument("--here", action="store_true", help="only jobs of one rank, in this process: for a debugger")
     options = parser.parse_args()
-    seeds: list[int] = []
-    for part in options.seeds.split(","):
-        first, _, stop = part.partition(":")
-        seeds += range(int(first), int(stop or int(first) + 1))
-    began, wrong, done, features = time.monotonic(), 0, 0, Counter[str]()
-    worst: dict[str, float] = defaultdict(float)
-    size = BATCH // 4 if options.until_wrong else BATCH
-    for at in range(0, len(seeds), size):
-        some = seeds[at : at + size]
-        for seed, problem, outcome in _run_here(some) if options.here else run_seeds(some, options.until_wrong):
-            if outcome is not None:
-                features.update(outcome.features)
-                kind = f"{outcome.case.precision} (within {outcome.tolerance:g})"
-                worst[kind] = max(worst[kind], outcome.worst)
-            if problem or options.show:
-                print(f"seed {seed}: {problem or 'right'}\n    {case_of(seed, world_of(seed))}", flush=True)
-                print(f"    {sorted(RandomModel(seed).features)}", flush=True)
-            wrong, done = wrong + bool(problem), done + 1
-        print(f"{done} seeds so far", flush=True)
-        if options.until_wrong and wrong:
-            break
-    print(f"{done} seeds in {time.monotonic() - began:.0f} s: {wrong} wrong")
-    print("largest differences: " + ", ".join(f"{name} {value:.1e}" for name, value in sorted(worst.items())))
-    print("features: " + ", ".join(f"{name} {count}" for name, count in sorted(features.items())))
+    seeds, tally = _seeds_of(options.seeds), Tally(options.show)
+    if options.workers > 1 and not options.here:
+        run_workers(seeds, options.workers, options.until_wrong, tally)
+    else:
+        size = BATCH // 4 if options.until_wrong else BATCH
+        for at in range(0, len(seeds), size):
+            some = seeds[at : at + size]
+            tally.add(_run_here(some) if options.here else run_seeds(some, options.until_wrong))
+            if options.until_wrong and tally.wrong:
+                break
+    tally.print()
     harness.shutdown()
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if tally.wrong else 0)
 
 
 if __name__ == "__main__":
