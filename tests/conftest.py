@@ -13,29 +13,49 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     harness.configure(debug=config.getoption("--lamina-debug"))
+    # else pytest-xdist sorts the files anew, by their number of tests, which says nothing of their time
+    config.option.loadscopereorder = False
 
 
 def pytest_sessionfinish() -> None:
     harness.shutdown()
 
 
-# Files are given to processes in the order of collection: the longest first, so that none is left alone at the end.
+# Files are given to processes in this order: the longest first, so that no process is left alone at the end.
 LONGEST = (
     "test_launch.py",
+    "test_terminal.py",
     "test_readme.py",
     "test_matrix.py",
-    "test_terminal.py",
-    "test_command.py",
     "test_examples.py",
-    "test_shard_tensor.py",
     "test_meshes.py",
-    "test_plan.py",
-    "test_fuzz.py",
-    "test_recording.py",
-    "test_plan_memory.py",
+    "test_structures.py",
+    "test_shard_optim.py",
+    "test_command.py",
     "test_hangs.py",
-    "test_late_use.py",
+    "test_fuzz.py",
+    "test_runs.py",
+    "test_kills.py",
+    "test_patches.py",
+    "test_layouts.py",
+    "test_pretrained.py",
+    "test_numbers.py",
+    "test_calls.py",
+    "test_start.py",
+    "test_paths.py",
+    "test_scopes.py",
+    "test_adopt.py",
+    "test_parameters.py",
+    "test_transports.py",
+    "test_plan.py",
+    "test_plan_memory.py",
+    "test_recording.py",
+    "test_precision.py",
     "test_code_style.py",
+    "test_parity.py",
+    "test_shard_tensor.py",
+    "test_late_use.py",
+    "test_compile.py",
 )
 
 

