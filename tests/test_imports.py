@@ -135,7 +135,10 @@ def test_plan_modules_are_pure(plan: str) -> None:
 @pytest.mark.parametrize("module", [name for name in MODULES if part_of(name) != "train"])
 def test_only_torch_and_numpy_are_needed(module: str) -> None:
     allowed = {"torch", "numpy", "lamina", *sys.stdlib_module_names}
-    if module == "lamina.runtime.summing_kernel":  # imported on a GPU only, where torch brings Triton along
+    if module in (
+        "lamina.runtime.summing_kernel",
+        "lamina.optim.adamw_kernel",
+    ):  # imported on a GPU only, where torch brings Triton along
         allowed.add("triton")
     others = {name.split(".")[0] for name in imported(module, at_import(tree_of(module)))} - allowed
     assert not others, f"{module} needs {sorted(others)}"

@@ -47,7 +47,7 @@ class Block(nn.Module):
 class LoneControl(lamina.core.control.Control):
     """Agreement in a world whose other ranks are fake: they say what this one says."""
 
-    def exchange(self, values: list[int]) -> list[list[int]]:
+    def exchange(self, values: list[int], about: str = "") -> list[list[int]]:
         return [values] * self.world
 
     def exchange_text(self, text: str) -> list[str]:
