@@ -91,37 +91,60 @@ def _mean_gradients(plains: list[nn.Module]) -> dict[str, Tensor | None]:
     return means
 
 
-def deviation(case: Case, way: Way) -> float:
-    """Largest difference of gradients, norms and parameters from one process on this rank, over some steps."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+class Expected(NamedTuple):
+    """What a step in one process leaves, on every rank's copy of the model."""
+
+    gradients: dict[str, Tensor | None]
+    norm: Tensor | None
+    parameters: dict[str, Tensor]
+
+
+def one_process(case: Case, world: int) -> list[Expected]:
+    """By step."""
     plains = [seeded(case.build, case.dtype) for _ in range(world)]
-    model = lamina.shard(
-        seeded(case.build, case.dtype), way.strategy, units=list(case.units), transport=way.transport, slots=way.slots
-    )
-    optimizers = [case.make_optimizer(each) for each in [*plains, model]]
-    worst = 0.0
+    optimizers = [case.make_optimizer(plain) for plain in plains]
+    steps = []
     for step in range(case.steps):
-        for other, plain in enumerate(plains):
-            _run(case, plain, other, step)
-        means = _mean_gradients(plains)
-        _run(case, model, rank, step)
-        worst = max(worst, gradient_deviation(model, means))
+        for rank, plain in enumerate(plains):
+            _run(case, plain, rank, step)
+        means, norms = _mean_gradients(plains), []
         if case.max_norm is not None:
-            norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), case.max_norm) for each in [*plains, model]]
-            worst = max(worst, (norms[-1] - norms[0]).abs().item())
+            norms = [torch.nn.utils.clip_grad_norm_(plain.parameters(), case.max_norm) for plain in plains]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        worst = max(worst, parameter_deviation(model, {n: p.detach() for n, p in plains[0].named_parameters()}))
+        parameters = {name: param.detach().clone() for name, param in plains[0].named_parameters()}
+        steps.append(Expected(means, norms[0] if norms else None, parameters))
+    return steps
+
+
+def deviation(case: Case, way: Way, expected: list[Expected]) -> float:
+    """Largest difference of gradients, norms and parameters from one process on this rank, over all steps."""
+    rank = dist.get_rank()
+    model = lamina.shard(
+        seeded(case.build, case.dtype), way.strategy, units=list(case.units), transport=way.transport, slots=way.slots
+    )
+    optimizer = case.make_optimizer(model)
+    worst = 0.0
+    for step, wanted in enumerate(expected):
+        _run(case, model, rank, step)
+        worst = max(worst, gradient_deviation(model, wanted.gradients))
+        if case.max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+            worst = max(worst, (norm - wanted.norm).abs().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        worst = max(worst, parameter_deviation(model, wanted.parameters))
     return worst
 
 
 def worst_of(case: Case, ways: tuple[Way, ...] = WAYS) -> dict[str, float]:
     """By way; every way trains a model of its own."""
     found = {}
+    expected = one_process(case, dist.get_world_size())
     for way in ways:
         try:
-            found[str(way)] = deviation(case, way)
+            found[str(way)] = deviation(case, way, expected)
         except Exception as error:
             error.add_note(f"in {way}")
             raise

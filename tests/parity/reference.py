@@ -7,15 +7,16 @@ itself, and compares its own ranges of parameters and gradients with it: no comm
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
-from parity.models import language_batch, language_loss
+from parity.models import build, language_batch, language_loss
 
 STEPS = 3
 MAX_NORM = 0.3  # below the norms that the models have: clipping always acts
@@ -69,6 +70,17 @@ def one_process(model: nn.Module, world: int, recipe: Recipe, loss_of: LossOf = 
         _step(trace, model, optimizer, recipe)
         trace.params.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return trace
+
+
+def of_language(world: int, recipe: Recipe) -> Trace:
+    """`one_process` of the language model: once in each rank's process, which lives on from test to test."""
+    # scopes are nothing to one process
+    return _of_language(world, replace(recipe, accumulation="none" if recipe.micro_batches == 1 else "each"))
+
+
+@functools.cache
+def _of_language(world: int, recipe: Recipe) -> Trace:
+    return one_process(build(), world, recipe)
 
 
 def sharded(model: nn.Module, expected: Trace, recipe: Recipe, loss_of: LossOf = language_loss_of) -> float:

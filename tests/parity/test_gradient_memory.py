@@ -13,7 +13,7 @@ import lamina
 from harness import run_ranks
 from lamina.runtime.assemble import RUNTIMES
 from parity.models import UNITS, build, language_batch, language_loss
-from parity.reference import TOLERANCE, Recipe, one_process, sharded
+from parity.reference import TOLERANCE, Recipe, of_language, sharded
 
 
 def giving_back(model: nn.Module, strategy: str) -> nn.Module:
@@ -26,7 +26,7 @@ def train(strategy: str, recipe: Recipe) -> tuple[float, list[int]]:
     model = giving_back(build(), strategy)
     seen: list[int] = []
     model.register_forward_hook(lambda *_: seen.append(lamina.report(model).memory.get("gradients", 0)))
-    worst = sharded(model, one_process(build(), dist.get_world_size(), recipe), recipe)
+    worst = sharded(model, of_language(dist.get_world_size(), recipe), recipe)
     seen.append(lamina.report(model).memory.get("gradients", 0))
     return worst, seen
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import lamina
 from harness import run_ranks
 from parity.models import UNITS, LanguageModel, build
-from parity.reference import TOLERANCE, Recipe, Trace, one_process, parameter_deviation, sharded
+from parity.reference import TOLERANCE, Recipe, Trace, of_language, parameter_deviation, sharded
 
 NAMES = ("ddp", "zero1", "zero2", "zero3")
 TRIPLES = {
@@ -87,7 +87,7 @@ def run_row(recompute: str | int) -> list[tuple[Case, Recipe, float]]:
 def references(world: int) -> dict[int, Trace]:
     """The run in one process, by number of micro-batches."""
     recipes = (Recipe(), Recipe(accumulation="each"))
-    return {recipe.micro_batches: one_process(build(), world, recipe) for recipe in recipes}
+    return {recipe.micro_batches: of_language(world, recipe) for recipe in recipes}
 
 
 def run_case(case: Case, recipes: list[Recipe], expected: dict[int, Trace]) -> list[tuple[Case, Recipe, float]]:
@@ -140,7 +140,7 @@ def test_peer_transport_equals_one_process(world: int) -> None:
 def run_momentum() -> list[tuple[Case, Recipe, float]]:
     world = dist.get_world_size()
     recipe = Recipe("sgd", "each")
-    expected = {2: one_process(build(), world, recipe)}
+    expected = {2: of_language(world, recipe)}
     cases = [Case(triple, "none", 2, debug=False) for triple in TRIPLES[world]]
     return [result for case in cases for result in run_case(case, [recipe], expected)]
 
@@ -155,10 +155,10 @@ def run_named(strategy: str) -> tuple[float, list[str]]:
     world = dist.get_world_size()
     recipe = Recipe()
     model = lamina.shard(build(), strategy, units=UNITS)
-    worst = sharded(model, one_process(build(), world, recipe), recipe)
+    worst = sharded(model, of_language(world, recipe), recipe)
     with lamina.gathered(model):
         kinds = sorted({type(p).__name__ for p in model.parameters()})
-        reference = one_process(build(), world, recipe)
+        reference = of_language(world, recipe)
         return max(worst, parameter_deviation(model, reference.params[-1])), kinds
 
 

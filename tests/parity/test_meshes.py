@@ -14,7 +14,7 @@ import lamina
 from harness import expect_error, run_ranks
 from lamina.core.strategy import resolve
 from parity.models import UNITS, build
-from parity.reference import MAX_NORM, TOLERANCE, Recipe, difference, language_loss_of, one_process, own_part, sharded
+from parity.reference import MAX_NORM, TOLERANCE, Recipe, difference, language_loss_of, of_language, own_part, sharded
 
 ALL_IN_UNITS = ["embedding", "blocks.*", ["norm", "head"]]
 
@@ -24,7 +24,7 @@ def hybrid(strategies: list[Any], shape: tuple[int, int], names: tuple[str, str]
     found = {}
     for strategy in strategies:
         for recipe in (Recipe(), Recipe(accumulation="each"), Recipe(accumulation="defer")):
-            expected = one_process(build(), dist.get_world_size(), recipe)
+            expected = of_language(dist.get_world_size(), recipe)
             lamina.debug(recipe.accumulation == "each")
             model = lamina.shard(build(), strategy, mesh=mesh, units=UNITS)
             found[f"{strategy} {recipe.accumulation}"] = sharded(model, expected, recipe)
@@ -53,7 +53,7 @@ def hybrid_on_one_replica() -> float:
     recipe = Recipe()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = lamina.shard(build(), "hsdp", mesh=mesh, units=UNITS)
-    return sharded(model, one_process(build(), 2, recipe), recipe)
+    return sharded(model, of_language(2, recipe), recipe)
 
 
 def test_hybrid_sharding_on_a_mesh_of_one_replica_is_zero3() -> None:
@@ -64,7 +64,7 @@ def one_dimensional(named: bool) -> float:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",) if named else None)
     recipe = Recipe()
     model = lamina.shard(build(), "zero3", mesh=mesh, units=UNITS)
-    return sharded(model, one_process(build(), 2, recipe), recipe)
+    return sharded(model, of_language(2, recipe), recipe)
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -114,7 +114,7 @@ def part_of_the_ranks() -> float | None:
         return None
     recipe = Recipe(accumulation="each")
     place = (1, 3).index(dist.get_rank())
-    expected = one_process(build(), 2, recipe)
+    expected = of_language(2, recipe)
     model = lamina.shard(build(), "zero3", mesh=mesh, units=UNITS)
     return sharded(model, expected, recipe, lambda m, step, rank, micro: language_loss_of(m, step, place, micro))
 
@@ -138,9 +138,9 @@ def two_models_in_two_groups() -> float:
     def loss_of(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
         return language_loss_of(model, step, place, micro)
 
-    worst = sharded(model, one_process(build(), 2, recipe), recipe, loss_of)
+    worst = sharded(model, of_language(2, recipe), recipe, loss_of)
     whole = lamina.shard(build(), "zero2", units=UNITS)
-    return max(worst, sharded(whole, one_process(build(), 4, recipe), recipe))
+    return max(worst, sharded(whole, of_language(4, recipe), recipe))
 
 
 def test_groups_of_ranks_with_different_histories_are_named() -> None:

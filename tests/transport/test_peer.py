@@ -21,7 +21,7 @@ from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import PeerGatherer
 from lamina.transport.peer import Counter, check_epochs
 from parity.models import UNITS, build, language_batch
-from parity.reference import TOLERANCE, Recipe, one_process, sharded
+from parity.reference import TOLERANCE, Recipe, of_language, sharded
 
 TRIPLES = {
     2: [(2, 2, 2)],
@@ -135,7 +135,7 @@ def parity_rows() -> list[tuple[str, float]]:
             slots = 1 + number % 3
             model = shard_by_peer(build(), lamina.Strategy(*triple), recompute=recompute, slots=slots)
             lamina.debug(False)
-            worst = sharded(model, one_process(build(), world, recipe), recipe)
+            worst = sharded(model, of_language(world, recipe), recipe)
             found.append((f"{triple} {recompute} {slots}", worst))
     return found
 
@@ -149,7 +149,7 @@ def test_three_steps_equal_one_process(world: int) -> None:
 def train_unsplit(strategy: str) -> tuple[float, str]:
     recipe = Recipe()
     model = shard_by_peer(build(), strategy)
-    return sharded(model, one_process(build(), 2, recipe), recipe), lamina.report(model).transport
+    return sharded(model, of_language(2, recipe), recipe), lamina.report(model).transport
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])

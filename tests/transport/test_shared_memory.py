@@ -17,7 +17,7 @@ from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import PeerGatherer
 from lamina.transport import shared_memory
 from parity.models import UNITS, build
-from parity.reference import Recipe, one_process, sharded
+from parity.reference import Recipe, of_language, sharded
 
 
 def shard_by_peer(model: nn.Module, strategy: Any = "zero3") -> nn.Module:
@@ -38,7 +38,7 @@ def make_and_drop() -> tuple[int, int, int]:
     gc.collect()
     before = memfds()
     model = shard_by_peer(build())
-    sharded(model, one_process(build(), 2, Recipe(steps=1)), Recipe(steps=1))
+    sharded(model, of_language(2, Recipe(steps=1)), Recipe(steps=1))
     during = memfds()
     dist.barrier()
     del model

@@ -23,7 +23,7 @@ from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import SymmetricGatherer, inbox_bytes, published_places
 from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, Pushes, SymmetricPeers
 from parity.models import UNITS, build, language_batch
-from parity.reference import TOLERANCE, Recipe, one_process, sharded
+from parity.reference import TOLERANCE, Recipe, of_language, sharded
 
 
 class SharedFiles:
@@ -86,7 +86,7 @@ def parity_rows() -> list[tuple[str, float]]:
             strategy = lamina.Strategy(*triple)
             model = shard_symmetrically(build(), strategy, recompute=recompute, slots=1 + number % 3)
             lamina.debug(False)
-            found.append((f"{triple} {accumulation}", sharded(model, one_process(build(), world, recipe), recipe)))
+            found.append((f"{triple} {accumulation}", sharded(model, of_language(world, recipe), recipe)))
     return found
 
 
