@@ -81,7 +81,7 @@ def line(found: Found) -> str:
     model = measured(row.size, row.tokens, row.recompute)
     forecast = forecast_memory(model, Choice(row.strategy, found.gpus, recompute=row.recompute), found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
-    run = reserve(model, forecast.state, resolve(row.strategy, found.gpus), given=found.given)
+    run = reserve(model, forecast.state, resolve(row.strategy, found.gpus), given=found.given, gives_back=False)
     assert run is not None
     pairs = (
         (run.allocated_bytes, found.allocated),

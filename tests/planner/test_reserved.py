@@ -50,8 +50,15 @@ def test_a_model_that_is_made_unit_by_unit(measured: Measured) -> None:
 def test_a_model_that_was_on_the_device(measured: Measured) -> None:
     """Its value is there while weights are compared, for which three pieces of 8 take two segments of 20: shard and
     arena come to lie in these, activation and gradient in what the value leaves."""
-    found = follow(measured, "zero3", 2, given=True)
+    found = follow(measured, "zero3", 2, given=True, gives_back=False)
     assert found is not None and found.reserved_bytes == (32 + 40 + 32 + 16 + 16 + 16 + 2 + 2) * MIB
+
+
+def test_a_model_that_was_on_the_device_gives_back_what_is_free(measured: Measured) -> None:
+    """Of value and pieces only the segment of 20 in which the shard lies is left: arena, activation and gradient take
+    new ones, and the last moment the activation's."""
+    found = follow(measured, "zero3", 2, given=True)
+    assert found is not None and found.reserved_bytes == (20 + 16 + 16 + 32 + 16 + 16 + 16 + 16 + 2 + 2) * MIB
 
 
 def test_gradients_that_nobody_reduces_stay_until_the_next_forward() -> None:

@@ -50,6 +50,7 @@ def reserve(
     accumulation: int = 1,
     *,
     given: bool = False,
+    gives_back: bool = True,
     limit_bytes: int | None = None,
     expandable: bool = False,
 ) -> Reserved | None:
@@ -58,12 +59,14 @@ def reserve(
     Args:
         state: of the same factors and accumulation.
         given: the whole model lies on the device before it is sharded; else it is made unit by unit.
+        gives_back: the device then gets back what the model lay in, as far as nothing new has come to lie there. False:
+            the runtime that rows of before were measured with.
         limit_bytes: what the allocator may reserve; None: more than any device has.
         expandable: torch's setting `expandable_segments:True`.
     """
     run = _Run(measured, state, factors, accumulation, CachingAllocator(limit_bytes, expandable))
     try:
-        run.shard(given)
+        run.shard(given, gives_back)
         before = -1
         for _ in range(MOST_STEPS):
             run.step()
@@ -94,7 +97,7 @@ class _Run:
 
     # ---- before the first step ---------------------------------------------------------------------------------
 
-    def shard(self, given: bool) -> None:
+    def shard(self, given: bool, gives_back: bool) -> None:
         whole = [self._whole(layout) for layout in self.state.layouts] if given else []
         if given and self.factors.world > 1:
             self._compare()
@@ -104,6 +107,8 @@ class _Run:
             self._give(values)
             if self.state.published:
                 self._take(s.numel // self.factors.params * s.compute.itemsize for s in layout.segments)
+        if given and gives_back:
+            self.memory.give_back_segments()
         self._take([self.state.packing.total_bytes])
 
     def _whole(self, layout: UnitLayout) -> list[Block]:

@@ -203,6 +203,9 @@ def build_units(
         units.append(unit)
     for module in recurrent:
         refresh_flat_weights(module)
+    if device.type == "cuda" and any(record.source == "given" for record in records):
+        # What the whole model lay in is scattered pieces of memory, and few of a step's tensors would fit into them.
+        torch.cuda.empty_cache()
     return units, tuple(records)
 
 
