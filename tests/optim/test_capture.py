@@ -58,3 +58,17 @@ def test_an_optimizer_that_would_keep_its_rate_is_refused() -> None:
     captured._optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]
     with pytest.raises(lamina.UsageError, match="group 0 of SGD would keep its learning rate"):
         captured._check_optimizers()
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.5), ("max_norm", 2.0)])
+def test_a_constant_that_changes_afterwards_is_named(name: str, value: float) -> None:
+    optimizer = lamina.optim.AdamW([nn.Parameter(torch.ones(1))], max_norm=1.0)
+    captured = lamina.capture(lambda: None)
+    captured._frozen = {optimizer: capture._constants(optimizer)}
+    captured._check_frozen()
+    if name == "max_norm":
+        optimizer.max_norm = value
+    else:
+        optimizer.param_groups[0][name] = value
+    with pytest.raises(lamina.StateError, match=f"`{name}` of group 0 of AdamW was changed .* capture it anew"):
+        captured._check_frozen()

@@ -272,7 +272,7 @@ def _constants(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What a recording freezes of an optimizer's groups; tensors are read at every call."""
     return [
         {k: v for k, v in group.items() if k not in NOT_COMPARED and not isinstance(v, Tensor)}
-        | {"number of parameters": len(group["params"])}
+        | {"number of parameters": len(group["params"]), "max_norm": getattr(optimizer, "max_norm", None)}
         for group in optimizer.param_groups
     ]
 
