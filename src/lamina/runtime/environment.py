@@ -22,3 +22,9 @@ def initialise_distributed() -> None:
 
 def local_cuda_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def local_ranks() -> int:
+    """How many ranks share this host's cores; without a launcher's word for it, all of them."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", world)))

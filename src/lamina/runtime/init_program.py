@@ -14,6 +14,7 @@ any time, in any order, with the numbers of the original run. See docs/decisions
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lamina.errors import InitialisationError
+from lamina.runtime import mersenne, skipping
 
 aten = torch.ops.aten
 
@@ -164,6 +166,7 @@ class Draw:
     device: torch.device
     state: torch.Tensor  # uint8, 1-D: generator state before the call
     explicit: bool  # the call was given a generator; else the device's default one
+    after: bytes | None = None  # digest of the state after it, where that was computed and not drawn
 
 
 @dataclass(eq=False)
@@ -188,23 +191,35 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[module.current_device() if device.index is None else device.index]
 
 
+_DEFAULT_GENERATOR = threading.Lock()
+
+
 @contextmanager
-def _drawing(draw: Draw | None, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _drawing(func: Any, draw: Draw | None, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The call's keyword arguments, with its random numbers set to begin where they did."""
     if draw is None:
         yield kwargs
-    elif draw.explicit:
+    elif draw.explicit or any(argument.name == "generator" for argument in func._schema.arguments):
+        # One of its own, so that several threads can draw. It gives the numbers that the default one would.
         generator = torch.Generator(device=draw.device)
         generator.set_state(draw.state)
         yield {**kwargs, "generator": generator}
+        if draw.after is not None and mersenne.digest(generator.get_state()) != draw.after:
+            skipping.distrust()
+            raise InitialisationError(
+                f"`{func}` took more or fewer random numbers than when it was first seen in this process, so what was "
+                "drawn after it is not what eager construction draws; build the model again: from now on every draw "
+                "is made, as slowly as in eager construction, and no state is computed"
+            )
     else:
         generator = default_generator(draw.device)
-        kept = generator.get_state()
-        generator.set_state(draw.state)
-        try:
-            yield kwargs
-        finally:
-            generator.set_state(kept)
+        with _DEFAULT_GENERATOR:
+            kept = generator.get_state()
+            generator.set_state(draw.state)
+            try:
+                yield kwargs
+            finally:
+                generator.set_state(kept)
 
 
 def replay(target: Node, known: tuple[Node, torch.UntypedStorage] | None = None) -> torch.UntypedStorage:
@@ -213,7 +228,7 @@ def replay(target: Node, known: tuple[Node, torch.UntypedStorage] | None = None)
     The calls that lead to it run once each, in their original order. So every read of a storage comes before the next
     write to it, as it did then, and one copy of each storage is enough. `known` is a node computed before.
     """
-    calls, uses = _reachable(target, known)
+    calls, uses = reachable(target, known)
     storages: dict[Node, torch.UntypedStorage] = {}
 
     def fetch(node: Node) -> torch.UntypedStorage:
@@ -223,7 +238,7 @@ def replay(target: Node, known: tuple[Node, torch.UntypedStorage] | None = None)
 
     for call in sorted(calls, key=lambda call: call.serial):
         args, kwargs = tree_map_only(Ref, lambda ref: ref.on(fetch(ref.node)), (call.args, call.kwargs))
-        with _drawing(call.draw, kwargs) as kwargs:
+        with _drawing(call.func, call.draw, kwargs) as kwargs:
             results = call.func(*args, **kwargs)
         outputs = [leaf for leaf in tree_iter(results) if isinstance(leaf, torch.Tensor)]
         for node in calls[call]:
@@ -235,7 +250,7 @@ def replay(target: Node, known: tuple[Node, torch.UntypedStorage] | None = None)
     return fetch(target)
 
 
-def _reachable(
+def reachable(
     target: Node, known: tuple[Node, torch.UntypedStorage] | None
 ) -> tuple[dict[Call, list[Output | Written]], Counter[Node]]:
     """The calls behind `target` with the nodes wanted from each, and how often each node is read."""

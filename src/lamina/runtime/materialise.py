@@ -26,8 +26,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lamina.errors import InitialisationError
-from lamina.runtime.init_program import replay, unwritten_numel
+from lamina.runtime.init_program import Ref, unwritten_numel
 from lamina.runtime.recorder import forget, recorded
+from lamina.runtime.side_by_side import replay_each
 
 Source = Literal["deferred", "reset_parameters", "_init_weights", "given"]
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -64,15 +65,19 @@ def materialise(
     values: dict[str, torch.Tensor] = {}
     sources: dict[str, Source] = {}
     unrecorded: NamedParameters = []
+    recorded_refs: dict[str, Ref] = {}
     for name, parameter in named_parameters:
         if isinstance(parameter, UninitializedParameter):
             raise InitialisationError(f"`{name}` belongs to a lazy module and has no shape yet; run one forward first")
         if not parameter.is_meta:
             values[name], sources[name] = parameter.detach().to(device), "given"
         elif recorded(parameter) is not None:
-            values[name], sources[name] = _replayed(name, parameter).to(device), "deferred"
+            recorded_refs[name], sources[name] = _checked(name, parameter), "deferred"
         else:
             unrecorded.append((name, parameter))
+    by_name = dict(named_parameters)
+    for name, value in _replayed(recorded_refs):
+        values[name] = value.to(by_name[name].dtype).to(device)
     records = []
     if unrecorded:
         fresh = _initialised(module, unrecorded, device, seed)
@@ -93,7 +98,7 @@ def materialise_buffers(module: nn.Module, device: torch.device | str, seed: int
     return _initialised(module, [], torch.device(device), seed, all_buffers=True).records
 
 
-def _replayed(name: str, parameter: nn.Parameter) -> torch.Tensor:
+def _checked(name: str, parameter: nn.Parameter) -> Ref:
     recording = recorded(parameter)
     assert recording is not None
     if parameter._version != recording.version:
@@ -113,13 +118,19 @@ def _replayed(name: str, parameter: nn.Parameter) -> torch.Tensor:
             f"{missing_numel} of the {parameter.numel()} elements of `{name}` were left as `torch.empty` gave them; "
             "initialise them in the constructor, inside `with lamina.deferred():`"
         )
-    try:
-        value = ref.on(replay(ref.node))
-    except InitialisationError as error:
-        raise InitialisationError(f"`{name}` cannot be computed: {error}") from error
-    # A parameter that is a part of a larger storage must not keep the rest alive.
-    whole = value.is_contiguous() and value.numel() * value.itemsize == value.untyped_storage().nbytes()
-    return (value if whole else value.contiguous().clone()).to(parameter.dtype)
+    return ref
+
+
+def _replayed(refs: dict[str, Ref]) -> Iterator[tuple[str, torch.Tensor]]:
+    storages = replay_each([ref.node for ref in refs.values()])
+    for name, ref in refs.items():
+        try:
+            value = ref.on(next(storages))
+        except InitialisationError as error:
+            raise InitialisationError(f"`{name}` cannot be computed: {error}") from error
+        # A parameter that is a part of a larger storage must not keep the rest alive.
+        whole = value.is_contiguous() and value.numel() * value.itemsize == value.untyped_storage().nbytes()
+        yield name, value if whole else value.contiguous().clone()
 
 
 # -- initialisers of modules

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lamina.errors import InitialisationError
+from lamina.runtime import skipping
 from lamina.runtime.init_program import (
     Blank,
     Call,
@@ -307,8 +308,15 @@ class Recorder(TorchDispatchMode):
                 return t if t.is_meta else t.to("meta")
             return self._stand_in(t) if any(t is w for w in written) else self._real(t)
 
-        with contextlib.suppress(NotImplementedError):  # no meta kernel: an error in it will show at replay
+        def run() -> None:
             func(*tree_map_only(torch.Tensor, rehearse, args), **tree_map_only(torch.Tensor, rehearse, kwargs))
+
+        with contextlib.suppress(NotImplementedError):  # no meta kernel: an error in it will show at replay
+            if call.draw is None:
+                run()
+            else:
+                generator = kwargs.get("generator") or default_generator(call.draw.device)
+                call.draw = replace(call.draw, after=skipping.draw(generator, func, args, kwargs, run))
         self._advance(call, before, written)
         for tensor in written:
             self._record(tensor).stale = True
