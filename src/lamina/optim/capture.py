@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from lamina.errors import StateError, UsageError
 from lamina.optim.adamw import AdamW
 from lamina.runtime.assemble import RUNTIMES, Runtime
+from lamina.runtime.engine import Engine
 
 EAGER_CALLS = 3
 NOT_RECORDABLE = (
@@ -69,7 +70,9 @@ class Captured:
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self._optimizers: list[Optimizer] = []
-        self._rates: dict[Optimizer, list[Any]] = {}  # as they were before an eager call
+        self._frozen: dict[Optimizer, list[dict[str, Any]]] = {}  # constants of their groups, as recorded
+        self._runtimes: list[Runtime] = []  # whose models the step runs
+        self._engines: list[Engine] = []  # that they had then
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_available() or not any(runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
