@@ -112,6 +112,61 @@ def test_cleared_sums_are_gone(strategy: str, defer: bool) -> None:
         assert not [row for row in rows if not row[-1] <= 1e-12], rows
 
 
+class Uneven(nn.Module):
+    """Every second rank leaves the first layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        return self.second(x if skips else torch.tanh(self.first(x)))
+
+
+def micro_batches(model: nn.Module, numbers: tuple[int, ...], defer: bool, ends: bool = True) -> None:
+    for number in numbers:
+        with lamina.accumulate(model, last=ends and number == numbers[-1], defer=defer):
+            model(batch(number), dist.get_rank() % 2 == 1).pow(2).mean().backward()
+
+
+def given_up_beside_gradients(
+    strategy: str | tuple[int, int, int], ways: tuple[str, ...]
+) -> list[tuple[str, bool, bool, bool, float]]:
+    """Sums wait where there was a gradient before, of zeros; and on ranks that contributed nothing to them."""
+    torch.manual_seed(0)
+    model = Uneven().double()
+    lamina.shard(
+        model, strategy if isinstance(strategy, str) else lamina.Strategy(*strategy), units=["first", "second"]
+    )
+    micro_batches(model, (0, 1, 2), defer=False)
+    wanted = gradients(model)
+    rows = []
+    for how, stands, defers, defer in itertools.product(ways, (False, True), (False, True), (False, True)):
+        model.zero_grad()
+        if stands:
+            micro_batches(model, (7,), defer=False)
+            model.zero_grad(set_to_none=False)
+        micro_batches(model, (5, 6), defers, ends=False)
+        cleared(model, how)
+        micro_batches(model, (0, 1, 2), defer)
+        worst = max(float((a - b).abs().max()) for a, b in zip(wanted, gradients(model), strict=True))
+        rows.append((how, stands, defers, defer, worst))
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_sums_beside_gradients_are_gone(strategy: str) -> None:
+    for rows in run_ranks(2, given_up_beside_gradients, strategy, CLEARS):
+        assert len(rows) == 24
+        assert not [row for row in rows if not row[-1] <= 1e-12], rows
+
+
+def test_sums_that_ranks_hold_for_others_are_gone() -> None:
+    for rows in run_ranks(4, given_up_beside_gradients, (1, 2, 4), CLEARS[:1]):
+        assert len(rows) == 8
+        assert not [row for row in rows if not row[-1] <= 1e-12], rows
+
+
 def reads(strategy: str) -> list[str]:
     """What is said of gradients that are not complete."""
     said = []

@@ -167,25 +167,26 @@ class Gradients:
                 unit.gradients.fresh = False
                 if unit.index not in complete:
                     unit.gradients.bind(unit.gradients.had)
-        for index in self.reducer.partials:
-            self.units[index].gradients.hold_places()
+        for index, partial in self.reducer.partials.items():
+            self.units[index].gradients.hold_places(sums_of_others=partial.climbed > 0)
         if self._tokens is not None and not self.reducer.partials:
             grads = (grad for unit in self.units for grad in map(_grad_of, unit.params) if grad is not None)
             self._versions = {id(grad): grad._version for grad in grads}
 
     def _give_up(self) -> None:
         """Forget the sums of which `p.grad` was cleared. See Note [Given up]."""
-        units = [self.units[index] for index in self.reducer.partials if self.units[index].gradients.pending]
+        units = [self.units[index] for index in self.reducer.partials if self.units[index].gradients.waiting]
         cleared_units = 0
         for unit in units:
-            cleared, held = unit.gradients.given_up(), unit.gradients.pending
+            cleared, held = unit.gradients.given_up(), unit.gradients.waiting
             if not cleared:
                 continue
-            if len(cleared) < len(held):
-                left = next(held[i].parameter_name for i in held if i not in cleared)
+            if len(cleared) < len(held) and any(unit.gradients.touched):
+                name_of = [spec.name for spec in unit.layout.params]
+                left = next(name_of[i] for i in held if i not in cleared)
                 raise StateError(
                     f"sums of micro-batches wait for the gradients of `{unit.name or 'root'}`, and some were cleared: "
-                    f"that of `{held[cleared[0]].parameter_name}`, not that of `{left}`. Clear all "
+                    f"that of `{name_of[cleared[0]]}`, not that of `{left}`. Clear all "
                     "(`model.zero_grad()`) or none"
                 )
             self.reducer.forget_sums(unit)
@@ -216,7 +217,7 @@ class Gradients:
                     param.grad = None
                 unit.gradients.bind(unit.gradients.had)
                 if unit.index in self.reducer.partials:
-                    unit.gradients.hold_places()
+                    unit.gradients.hold_places(sums_of_others=self.reducer.partials[unit.index].climbed > 0)
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
         """By unit and parameter: has any rank a gradient? See Note [None or zero]."""

@@ -172,6 +172,8 @@ class Reducer:
         with lane.running():
             target = self._target(unit, last, defer)
             held, stable = self.partials.get(unit.index), True
+            if target == 0 and held is not None and held.climbed:
+                target = GRADS_LEVEL  # sums that began without defer=, perhaps of a step that was given up, go on there
             if target == 0 or (held is not None and held.climbed == 0):
                 sources, stable = self._add_whole(unit, sources), False
                 self._release(slot)

@@ -41,6 +41,7 @@ class UnitGradients:
         self.earlier: dict[int, Tensor] = {}  # kept apart while tensor hooks see the new ones
         self.touched = [False] * len(params)  # this rank contributed in the current backward
         self.pending: dict[int, PendingGradient] = {}  # what p.grad is while sums of micro-batches wait
+        self.standing: dict[int, tuple[int, int]] = {}  # sums wait beside a gradient: its id and version
         self.fresh = False  # plain: p.grad holds this backward's gradients only
 
     def make(self) -> None:
@@ -152,19 +153,45 @@ class UnitGradients:
                 if is_used:
                     self._call_hooks(position, self.params[position], self.views[position])
 
-    def hold_places(self) -> None:
-        """Sums wait: p.grad shows it where this rank has contributed and there was no gradient."""
+    def hold_places(self, sums_of_others: bool) -> None:
+        """Sums wait: p.grad shows it where this rank has contributed and there was no gradient; else that one stands.
+
+        sums_of_others: this rank has to forget them too if they are given up, though it may have contributed nothing.
+        """
+        is_held = self.touched
+        if sums_of_others and not any(is_held):
+            is_held = [spec.trainable for spec in self.layout.params]
         with AS_PLAIN():
             for i, param in enumerate(self.params):
-                if self.touched[i] and param.grad is None:
+                if not is_held[i] or i in self.standing:
+                    continue
+                if param.grad is None:
                     if i not in self.pending:
                         self.pending[i] = pending_gradient(param, self.layout.params[i].name)
                     param.grad = self.pending[i]
+                elif i not in self.pending:
+                    self.standing[i] = id(param.grad), param.grad._version
+
+    @property
+    def waiting(self) -> list[int]:
+        """The parameters for which sums wait: those of this rank, if it has contributed to any."""
+        held = [*self.pending, *self.standing]
+        return [i for i in held if self.touched[i]] or held
 
     def given_up(self) -> list[int]:
         """Whose places were cleared since they were held."""
         with AS_PLAIN():
-            return [i for i, held in self.pending.items() if self.params[i].grad is None or held.given_up]
+            return [i for i in self.waiting if self._is_cleared(i)]
+
+    def _is_cleared(self, position: int) -> bool:
+        """Whether a place was cleared; a gradient that stood when sums began: is gone, or written to and zero now."""
+        grad = self.params[position].grad
+        if position in self.pending:
+            return grad is None or self.pending[position].given_up
+        key, version = self.standing[position]
+        if grad is None or id(grad) != key:
+            return True
+        return grad._version != version and not local_of(grad).any()
 
     def forget_pending(self) -> None:
         """There are no sums any more."""
@@ -172,7 +199,7 @@ class UnitGradients:
             for i, held in self.pending.items():
                 if self.params[i].grad is held:
                     self.params[i].grad = None
-        self.pending = {}
+        self.pending, self.standing = {}, {}
 
     def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
         """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
