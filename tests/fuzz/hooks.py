@@ -33,8 +33,8 @@ def _scale(gradient: Tensor) -> Tensor:
     return gradient * 0.5
 
 
-def _change_input(module: nn.Module, args: tuple[Tensor, int]) -> tuple[Tensor, int]:
-    return args[0] * 0.75, args[1]
+def _change_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args[0] * 0.75, *args[1:]
 
 
 def _change_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -255,6 +255,30 @@ class Outputs(nn.Module):
         return {"main": x, "side": (self.side(x), None), "unused": x * 2}
 
 
+class Again(Layer):
+    """Calls itself while it is open, in torch's reentrant checkpoint: a backward of its own in the middle of one."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor, rank: int, depth: int = 1) -> Tensor:
+        x = torch.tanh(x @ self.weight)
+        return x + checkpoint(self, x, rank, depth - 1, use_reentrant=True) if depth else x
+
+
+class Calls(Layer):
+    """Calls a block of the model, too, while its own weights are in use: it is no part of this layer."""
+
+    def __init__(self, draw: random.Random, other: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.called = (other,)  # in a tuple: not registered again
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return x + self.down(self.called[0](torch.tanh(self.up(x)), rank))
+
+
 LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent, Mixed, Coarse)
 
 
@@ -324,6 +348,13 @@ class RandomModel(nn.Module):
             place = beside.randrange(len(self.blocks))
             self.blocks[place] = Branches(self.blocks[place], Wide(beside))
             maker.features.add("Branches")
+        again = random.Random(f"again {seed}")
+        if again.random() < 0.12:
+            self.blocks.insert(again.randrange(len(self.blocks)), Again(again))
+            maker.features.add("Again")
+        if again.random() < 0.12:
+            self.blocks.append(Calls(again, again.choice(list(self.blocks))))
+            maker.features.add("Calls")
         self.gain = nn.Parameter(torch.tensor(1.2))  # always trains: every rank's loss has a gradient
         self.features = frozenset(maker.features)
         self._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

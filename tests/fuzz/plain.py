@@ -30,6 +30,7 @@ class Plain:
                 if isinstance(module, nn.LayerNorm):
                     _compute_wide(module)
         self.pairs = list(zip(self.masters.parameters(), self.model.parameters(), strict=True))
+        self.sizes: dict[Tensor, float] = {}  # by master: norms of this step's gradients, one of each backward, added
 
     def master_dtype(self, param: Tensor) -> torch.dtype:
         return torch.promote_types(param.dtype, self.precision.master) if param.requires_grad else param.dtype
@@ -56,10 +57,11 @@ class Plain:
         for master, copy in self.pairs:
             if copy.grad is not None:
                 travels = self.precision.wire if copy.is_floating_point() else None
-                sent = copy.grad if travels is None else copy.grad.to(travels)
+                sent = (copy.grad if travels is None else copy.grad.to(travels)).to(master.dtype)
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
-                master.grad.add_(sent.to(master.dtype), alpha=share)
+                master.grad.add_(sent, alpha=share)
+                self.sizes[master] = self.sizes.get(master, 0.0) + share * sent.norm().item()
                 copy.grad = None
 
 

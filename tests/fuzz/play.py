@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
-from fuzz.case import STEPS, Case, draw_case, ignored_of, place_on, units_of
+from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, draw_case, ignored_of, place_on, units_of
 from fuzz.hooks import add_hooks
 from fuzz.models import WIDTH, RandomModel
 from fuzz.plain import Plain
@@ -35,6 +35,14 @@ def case_of(seed: int, ranks: int) -> Case:
 def make_optimizer(kind: str, params: Sequence[Tensor], is_reference: bool) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(params, lr=0.05, eps=1e-3)
+    if kind == "rmsprop":
+        return torch.optim.RMSprop(params, lr=1e-2, eps=1e-2, momentum=0.5)
+    if kind == "nadam":
+        return torch.optim.NAdam(params, lr=1e-2, eps=1e-3)
+    if kind == "amsgrad":
+        return torch.optim.Adam(params, lr=1e-2, eps=1e-3, amsgrad=True)
     options = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
     if kind == "flat" and not is_reference:
         return lamina.optim.AdamW(params, **options)
@@ -74,7 +82,8 @@ class Job:
             random.Random(case.seed).choice(list(model.blocks)).register_forward_pre_hook(_wait)
         trains = [[p for p in m.parameters() if p.requires_grad] for m in (self.model, self.plain)]
         self.optimizers = [make_optimizer(case.optimizer, trains[i], i == 1) for i in (0, 1)]
-        self.worst, self.where = 0.0, ""
+        self.rounds = case.rounds(self.plain.features)
+        self.worst, self.where, self.rounding = 0.0, "", 0.0
 
     def compare(self, what: str, deviation: float) -> None:
         if not deviation <= self.worst:
@@ -110,8 +119,15 @@ class Job:
                 found = self.loss(self.model, number, self.rank, micro)
                 self.compare(f"{title} loss", difference(found.detach(), wanted))
                 found.backward()
+            if case.peeks:
+                self.evaluate(torch.inference_mode if micro % 2 else torch.no_grad)
         expected = {name: p.grad for name, p in self.plain.named_parameters()}
-        self.compare(f"{title} gradients", gradient_deviation(self.model, expected))
+        deviation = gradient_deviation(self.model, expected)
+        if self.rounds:
+            self.compare_rounded(title)
+        else:
+            self.compare(f"{title} gradients", deviation)
+        self.reference.sizes.clear()
         if case.clip is not None:
             theirs = torch.nn.utils.clip_grad_norm_
             mine = theirs if case.clip_by == "torch" and case.clip != float("inf") else lamina.clip_grad_norm_
@@ -123,6 +139,29 @@ class Job:
             optimizer.zero_grad(set_to_none=not case.zeroes)
         self.compare(f"{title} parameters", self.parameters())
         self.compare(f"{title} optimizer state", self.states())
+
+    def compare_rounded(self, title: str) -> None:
+        """Gradients that are sums in 16 bits; the plain job goes on with those that lamina has."""
+        all_found = all_allowed = 0.0
+        plain = dict(self.plain.named_parameters())
+        for name, param in self.model.named_parameters():
+            if param.grad is None:
+                continue
+            full = param.grad.full() if isinstance(param.grad, lamina.Shard) else param.grad
+            wanted, size = plain[name].grad, self.reference.sizes.get(plain[name], 0.0)
+            assert wanted is not None
+            found = (full - wanted).norm().item()
+            all_found, all_allowed = all_found + found**2, all_allowed + (size * ROUNDING) ** 2
+            self._round(found, size * ROUNDING_OF_ONE, f"{title} gradient of `{name}`")
+            with torch.no_grad():
+                wanted.copy_(full)
+        self._round(all_found**0.5, all_allowed**0.5, f"{title} gradients")
+
+    def _round(self, found: float, allowed: float, what: str) -> None:
+        """Where more roundings than allowed are seen, the difference counts."""
+        self.rounding = max(self.rounding, found / max(allowed, self.case.scheme.tolerance))
+        if not found <= max(allowed, self.case.scheme.tolerance):
+            self.compare(f"{what}, {found / max(allowed, 1e-300):.1f} times what may be rounded", found)
 
     def scope(self, micro: int) -> Any:
         case = self.case
@@ -196,6 +235,25 @@ class Job:
         self.compare("load", self.parameters())
 
     def fail(self) -> None:
+        """An error that the user caught, and a new start."""
+        self.raise_once()
+        for model in (self.model, self.plain):
+            model.zero_grad()  # what a backward leaves that ends in the middle
+
+    def give_up(self) -> None:
+        """Micro-batches of a step that does not come; the last of them may end in an error."""
+        defer = self.failures.random() < 0.5
+        for micro in range(self.failures.choice([1, 2])):
+            with lamina.accumulate(self.model, last=False, defer=defer):
+                self.loss(self.model, 97, self.rank, micro).backward()
+        if self.failures.random() < 0.5:
+            with lamina.accumulate(self.model, last=self.failures.random() < 0.5, defer=defer):
+                self.raise_once()
+        by_optimizer = self.failures.random() < 0.5
+        for cleared in self.optimizers if by_optimizer else (self.model, self.plain):
+            cleared.zero_grad(set_to_none=True)
+
+    def raise_once(self) -> None:
         """An error before, in or after the last block, or in its backward, which the user catches."""
         last, where = self.model.blocks[-1], self.failures.choice(["before", "after", "backward"])
         if where == "before":
@@ -210,8 +268,6 @@ class Job:
             pass
         finally:
             handle.remove()
-        for model in (self.model, self.plain):
-            model.zero_grad()  # what a backward leaves that ends in the middle
 
     def reaches_all(self) -> bool:
         """Every rank's backward comes to the end of the last block."""
@@ -243,7 +299,11 @@ class Outcome:
     features: frozenset[str]
     worst: float
     where: str
-    tolerance: float
+    rounding: float  # largest part of what sums in 16 bits may differ by
+
+    @property
+    def tolerance(self) -> float:
+        return self.case.scheme.tolerance
 
     @property
     def is_right(self) -> bool:
@@ -257,8 +317,8 @@ def play(seed: int) -> Outcome:
         for what in job.case.acts[number]:
             job.act(what)
         job.step(number)
-    layers, case = job.plain.features, job.case
-    return Outcome(case, layers | case.features, job.worst, job.where, case.tolerance(layers))
+    features = job.plain.features | job.case.features | ({"sums in 16 bits"} if job.rounds else set())
+    return Outcome(job.case, features, job.worst, job.where, job.rounding)
 
 
 def play_all(seeds: Sequence[int]) -> list[Outcome]:

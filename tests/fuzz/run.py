@@ -97,6 +97,9 @@ class Tally:
                 self.features.update(outcome.features)
                 kind = f"{outcome.case.precision} (within {outcome.tolerance:g})"
                 self.worst[kind] = max(self.worst[kind], outcome.worst)
+                kind = f"{outcome.case.precision}, sums in 16 bits (within 1)"
+                if outcome.rounding:
+                    self.worst[kind] = max(self.worst[kind], outcome.rounding)
             if problem or self.shows:
                 print(f"seed {seed}: {problem or 'right'}\n    {case_of(seed, world_of(seed))}", flush=True)
                 print(f"    {sorted(RandomModel(seed).features)}", flush=True)
