@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuzz.case import ACTS, BOTH, NAMES, SCHEMES, TURNED
+from fuzz.case import ACTS, BOTH, NAMES, OPTIMIZERS, SCHEMES, TURNED
 from fuzz.models import LEAVES, RandomModel
 from fuzz.play import case_of, play_all
 from fuzz.run import world_of
@@ -25,11 +25,13 @@ def test_the_set_has_some_of_everything() -> None:
     cases = [case_of(seed, world_of(seed)) for seed in SEEDS]
     layers = frozenset().union(*(RandomModel(seed).features for seed in SEEDS))
     assert {kind.__name__ for kind in LEAVES} <= layers
-    assert {"Chain", "Skipped", "Twice", "Recomputed", "Reads", "Pair", "Cut", "tied head", "tied blocks"} <= layers
+    assert {"Chain", "Skipped", "Twice", "Recomputed", "Reads", "Pair", "Cut"} <= layers
+    assert {"Branches", "Again", "Calls", "tied head", "tied blocks"} <= layers
     assert {case.precision for case in cases} == set(SCHEMES)
     assert {*NAMES, "hsdp"} <= {case.strategy for case in cases}
     assert {BOTH, TURNED} <= {case.grid[1] for case in cases if case.grid}
-    assert set(ACTS) == {act for case in cases for acts in case.acts for act in acts}
+    assert {*ACTS, "give_up"} == {act for case in cases for acts in case.acts for act in acts}
     drawn = frozenset().union(*(case.features for case in cases))
-    assert {"hooks before", "hooks after", "replicate", "ignores", "late", "debug", "keeps", "two forwards"} <= drawn
+    assert {"hooks before", "hooks after", "replicate", "ignores", "late", "debug", "keeps", "peeks"} <= drawn
+    assert {"two forwards", "zeroes"} <= drawn and {f"optimizer={name}" for name in OPTIMIZERS} & drawn
     assert {f"units={name}" for name in ("auto", "blocks", "layers", "groups", "pattern", "classes")} <= drawn
