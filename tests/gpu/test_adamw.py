@@ -13,7 +13,6 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
-from lamina.optim import adamw_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -30,6 +29,8 @@ def ranges(sizes: list[int], offset: int) -> list[Tensor]:
     [{}, {"weight_decay": 0.3, "betas": (0.5, 0.9999), "eps": 1e-5}, {"maximize": True}, {"betas": (0.0, 0.99)}],
 )
 def test_equals_torchs_kernel(options: dict[str, Any], offset: int) -> None:
+    from lamina.optim import adamw_kernel  # Triton is there on GPUs only
+
     torch.manual_seed(0)
     sizes = [1, 2047, 100_003, 4096]
     params = ranges(sizes, offset)
@@ -61,6 +62,8 @@ def test_equals_torchs_kernel(options: dict[str, Any], offset: int) -> None:
 
 
 def test_gradients_may_move() -> None:
+    from lamina.optim import adamw_kernel
+
     param, grad, mean, square = (torch.zeros(64, device="cuda") for _ in range(4))
     table = adamw_kernel.Table(([param], [grad], [mean], [square], [torch.ones((), device="cuda")]))
     adamw_kernel.launch(table, 1.0, None, None, (0.9, 0.99), 1e-8, 0.0, False)
