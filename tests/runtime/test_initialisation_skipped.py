@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lamina.errors import InitialisationError
-from lamina.runtime import mersenne, side_by_side, skipping
+from lamina.runtime import mersenne, pieces, side_by_side, skipping
 from lamina.runtime.deferred import deferred
 from lamina.runtime.init_program import Node, replay
+from lamina.runtime.materialise import materialise
 from runtime.init_models import SEED, Owner, materialise_all
 from runtime.test_initialisation import assert_equals_eager
 
@@ -223,3 +224,67 @@ def test_an_error_in_a_thread_names_the_parameter(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(side_by_side, "replay", failing)
     with pytest.raises(InitialisationError, match="`0.w` cannot be computed: no"):
         materialise_all(model)
+
+
+# -- pieces
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Threads and pieces for small draws too; where the pieces drawn began."""
+    began: list[int] = []
+    draw_piece = pieces.draw_piece
+
+    def noted(call: Any, flat: torch.Tensor, start: int, state: torch.Tensor) -> None:
+        began.append(start)
+        draw_piece(call, flat, start, state)
+
+    monkeypatch.setattr(pieces, "draw_piece", noted)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 64)
+    monkeypatch.setattr(pieces, "_proofs", {})
+    monkeypatch.setattr(side_by_side, "LEAST_NUMEL", 16)
+    monkeypatch.setattr(side_by_side, "thread_count", lambda: 3)
+    yield began
+
+
+def _large() -> nn.Module:
+    model = nn.Sequential()
+    for dtype in (torch.float64, torch.bfloat16):
+        for _ in range(2):
+            model.append(nn.Linear(16, 13, dtype=dtype))
+            model.append(nn.Embedding(19, 16, padding_idx=3, dtype=dtype))
+            model.append(Owner(lambda w: nn.init.normal_(w, 1.0, 0.3), (16, 17)).to(dtype))
+            model.append(Owner(lambda w: nn.init.uniform_(w, -2.0, 3.0), (16, 16)))
+            table = nn.Parameter(torch.empty(16, 20, dtype=dtype))
+            model[-1].table = nn.Parameter(nn.init.normal_(table, generator=torch.Generator().manual_seed(3)))
+    return model
+
+
+def _one_by_one(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter a unit of its own, so that the proof for one is there for the next."""
+    return {name: materialise(model, [(name, p)], "cpu").values[name] for name, p in model.named_parameters()}
+
+
+def test_pieces_make_up_the_whole(in_pieces: list[int], jumps: list[int]) -> None:
+    torch.manual_seed(SEED)
+    eager = dict(_large().named_parameters())
+    for compute in (_one_by_one, lambda model: materialise_all(model).values):
+        in_pieces.clear()
+        with deferred(SEED):
+            lazy = _large()
+        for name, value in compute(lazy).items():
+            assert torch.equal(value, eager[name]), name
+        assert {0, 64, 128, 192, 256} <= set(in_pieces)
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+def test_pieces_that_differ_are_not_used(monkeypatch: pytest.MonkeyPatch, in_pieces: list[int], error: int) -> None:
+    advance = mersenne.advance
+    monkeypatch.setattr(mersenne, "advance", lambda state, outputs: advance(state, outputs + error))
+    torch.manual_seed(SEED)
+    eager = dict(_large().named_parameters())
+    with deferred(SEED):
+        lazy = _large()
+    for name, value in _one_by_one(lazy).items():
+        assert torch.equal(value, eager[name]), name
+    assert not in_pieces and pieces._proofs and not any(pieces._proofs.values())

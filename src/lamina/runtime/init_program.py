@@ -204,13 +204,7 @@ def _drawing(func: Any, draw: Draw | None, kwargs: dict[str, Any]) -> Iterator[d
         generator = torch.Generator(device=draw.device)
         generator.set_state(draw.state)
         yield {**kwargs, "generator": generator}
-        if draw.after is not None and mersenne.digest(generator.get_state()) != draw.after:
-            skipping.distrust()
-            raise InitialisationError(
-                f"`{func}` took more or fewer random numbers than when it was first seen in this process, so what was "
-                "drawn after it is not what eager construction draws; build the model again: from now on every draw "
-                "is made, as slowly as in eager construction, and no state is computed"
-            )
+        check_end(func, draw, generator)
     else:
         generator = default_generator(draw.device)
         with _DEFAULT_GENERATOR:
@@ -220,6 +214,17 @@ def _drawing(func: Any, draw: Draw | None, kwargs: dict[str, Any]) -> Iterator[d
                 yield kwargs
             finally:
                 generator.set_state(kept)
+
+
+def check_end(func: Any, draw: Draw, generator: torch.Generator) -> None:
+    """Raise if a draw ended in another state than was computed for what is drawn next."""
+    if draw.after is not None and mersenne.digest(generator.get_state()) != draw.after:
+        skipping.distrust()
+        raise InitialisationError(
+            f"`{func}` took more or fewer random numbers than when it was first seen in this process, so what was "
+            "drawn after it is not what eager construction draws; build the model again: from now on every draw "
+            "is made, as slowly as in eager construction, and no state is computed"
+        )
 
 
 def replay(target: Node, known: tuple[Node, torch.UntypedStorage] | None = None) -> torch.UntypedStorage:

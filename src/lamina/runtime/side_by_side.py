@@ -4,8 +4,9 @@ torch draws a tensor's random numbers on one core, and so does eager constructio
 before it ended. Where that is known beforehand (`init_program`), draws need not wait for each other, and torch lets go
 of the interpreter's lock while it draws.
 
-Only replays that are little else than a large draw go to a thread; all others run in the caller's thread, in order. As
-many values as there are threads exist at a time beyond those already handed out.
+A very large draw goes to them in pieces (`pieces`). Only replays that are little else than a large draw go to a thread
+at all; the others run in the caller's thread, in order. As many values as there are threads exist at a time beyond
+those already handed out.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from lamina.runtime import pieces
 from lamina.runtime.environment import local_ranks
 from lamina.runtime.init_program import Node, aten, reachable, replay
 
@@ -49,20 +53,54 @@ def thread_count() -> int:
     return max(1, min(MOST_THREADS, (os.cpu_count() or 1) // local_ranks()))
 
 
+@dataclass
+class _Job:
+    """A value in the making."""
+
+    parts: list[Future[Any]]
+    storage: torch.UntypedStorage | None  # None: the only part returns it
+
+    def result(self) -> torch.UntypedStorage:
+        results = [part.result() for part in self.parts]
+        return results[0] if self.storage is None else self.storage
+
+
 def replay_each(nodes: Sequence[Node], threads: int | None = None) -> Iterator[torch.UntypedStorage]:
     """`replay` of each node, in order."""
     threads = threads or thread_count()
     alone = [threads > 1 and is_mostly_a_draw(node) for node in nodes]
-    if sum(alone) < 2:
+    ahead: deque[_Job] = deque()
+    waiting = deque(node for node, is_alone in zip(nodes, alone, strict=True) if is_alone)
+    if len(waiting) < 2 and not any(pieces.splittable(node) for node in waiting):
         yield from (replay(node) for node in nodes)
         return
-    ahead: deque[Future[torch.UntypedStorage]] = deque()
-    waiting = iter([node for node, is_alone in zip(nodes, alone, strict=True) if is_alone])
     with ThreadPoolExecutor(threads) as pool:
         for node, is_alone in zip(nodes, alone, strict=True):
-            while len(ahead) < threads and (following := next(waiting, None)) is not None:
-                ahead.append(pool.submit(replay, following))
+            while waiting and len(ahead) < threads and _unfinished(ahead) < 2 * threads:
+                ahead.append(_begin(pool, waiting.popleft()))
             yield ahead.popleft().result() if is_alone else replay(node)
+
+
+def _unfinished(jobs: Iterable[_Job]) -> int:
+    return sum(not part.done() for job in jobs for part in job.parts)
+
+
+def _begin(pool: ThreadPoolExecutor, node: Node) -> _Job:
+    call = pieces.splittable(node)
+    if call is None or not pieces.is_proved(call):
+        return _Job([pool.submit(_whole, node, call is not None and pieces.needs_proof(call))], None)
+    storage = torch.UntypedStorage(node.nbytes, device=node.device)
+    flat = pieces.on_storage(call, storage)
+    return _Job([pool.submit(pieces.draw_piece, call, flat, *at) for at in pieces.starts(call)], storage)
+
+
+def _whole(node: Node, and_prove: bool) -> torch.UntypedStorage:
+    storage = replay(node)
+    if and_prove:
+        call = pieces.splittable(node)
+        assert call is not None
+        pieces.prove(call, storage)
+    return storage
 
 
 def is_mostly_a_draw(target: Node) -> bool:

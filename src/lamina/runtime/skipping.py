@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 LEAST_OUTPUTS = 1 << 19  # fewer are drawn in less time than a jump takes
 
-_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -40,7 +40,7 @@ _trusted = True
 
 def outputs_by_law(func: Callable[..., Any], target: torch.Tensor) -> tuple[int, ...]:
     """How many 32-bit numbers of the CPU's generator a draw into `target` may take, the likeliest first."""
-    if func not in (aten.normal_.default, aten.uniform_.default) or target.dtype not in _TYPES:
+    if func not in (aten.normal_.default, aten.uniform_.default) or target.dtype not in TYPES:
         return ()
     numel, width = target.numel(), 2 if target.dtype is torch.float64 else 1
     if func is aten.uniform_.default:
@@ -65,13 +65,12 @@ def draw(
     `args[0]` is the target; its geometry and type count, not where it is. Returns the digest of the generator's state
     after a jump, to be compared at replay, and None after a real draw.
     """
-    bounds = (*args[1:], *((key, value) for key, value in sorted(kwargs.items()) if key != "generator"))
     guesses = outputs_by_law(func, args[0]) if _trusted and generator.device.type == "cpu" else ()
     if not guesses or guesses[0] < LEAST_OUTPUTS or not mersenne.is_plain(generator.get_state()):
         real()
         return None
     target, before = args[0], generator.get_state()
-    key = (func, target.dtype, tuple(target.size()), tuple(target.stride()), bounds)
+    key = (func, target.dtype, tuple(target.size()), tuple(target.stride()), *bounds_of(args, kwargs))
     kind = _kinds.get(key)
     outputs = None if kind is None else _proved(kind, guesses)
     if outputs is not None:
@@ -82,6 +81,11 @@ def draw(
     if kind is None:
         _kinds[key] = Kind((before, generator.get_state()))
     return None
+
+
+def bounds_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a draw is given beside its target and generator."""
+    return (*args[1:], *((key, value) for key, value in sorted(kwargs.items()) if key != "generator"))
 
 
 def _proved(kind: Kind, guesses: tuple[int, ...]) -> int | None:
