@@ -90,6 +90,10 @@ def test_what_has_no_law_is_drawn() -> None:
     kept = torch.Generator().manual_seed(SEED)
     torch.empty(3).normal_(generator=kept)  # made in pairs: one is left
     assert not mersenne.is_plain(kept.get_state())
+    state = torch.Generator().manual_seed(SEED).get_state()
+    assert mersenne.is_plain(state) and not mersenne.is_plain(state[:-8])
+    state[8:16] = 77  # another layout, as far as can be seen
+    assert not mersenne.is_plain(state)
 
 
 # -- models

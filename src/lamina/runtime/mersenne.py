@@ -57,8 +57,11 @@ def advance(state: torch.Tensor, outputs: int) -> torch.Tensor:
 
 def is_plain(state: torch.Tensor) -> bool:
     """Whether this is a state as known here, without a normal number kept for the next draw."""
-    kept = _WORDS + 8 * BLOCK
-    return state.numel() == _STATE_BYTES and not bool(state[kept:].any())
+    if state.numel() != _STATE_BYTES or bool(state[_WORDS + 8 * BLOCK :].any()):
+        return False
+    raw = state.numpy()
+    left, following = int(raw[_LEFT : _LEFT + 4].view(np.int32)[0]), int(raw[_NEXT:_WORDS].view(np.uint64)[0])
+    return 1 <= left <= BLOCK and (following == 625 - left or (left == 1 and following == 0))
 
 
 def digest(state: torch.Tensor) -> bytes:
