@@ -395,7 +395,8 @@ def _own_kernel() -> Any:
     try:
         from lamina.optim import adamw_kernel
 
-        param, grad, mean, square = torch.full((4, 4), 0.5, device="cuda").unbind()
+        numel = adamw_kernel.CHUNK_BLOCKS * adamw_kernel.BLOCK + 4  # more than one row of the table
+        param, grad, mean, square = torch.full((4, numel), 0.5, device="cuda").unbind()
         step = torch.ones((), device="cuda")
         table = adamw_kernel.Table([[param], [grad], [mean], [square], [step]])
         adamw_kernel.launch(table, 0.1, None, None, (0.9, 0.99), 1e-8, 0.0, False)

@@ -22,29 +22,30 @@ from torch import Tensor
 
 BLOCK = 1024  # elements of one program; of 1024 to 4096 the quickest
 WARPS = 8
-COLUMNS = 6  # of the table: addresses of parameter, gradient, both moments and step count; number of elements
-ALIGNMENT_BYTES = 16
+CHUNK_BLOCKS = 256  # of one row of the table; long ranges take several, so that few programs have nothing to do
+COLUMNS = 6  # of the table: places of parameter, gradient, both moments and step count; number of elements
+ALIGNMENT_BYTES, FLOAT_BYTES = 16, 4
 
 
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
-    table, lr, scale, found_inf, decay, rest1, rest2, log_beta1, low1, log_beta2, low2, eps,
+    table, anchor, lr, scale, found_inf, decay, rest1, rest2, log_beta1, low1, log_beta2, low2, eps,
     LR_LIES_THERE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = table + tl.program_id(1) * COLUMNS
+    row = table + tl.program_id(0) // CHUNK_BLOCKS * COLUMNS
     numel = tl.load(row + 5)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
+    first = tl.program_id(0) % CHUNK_BLOCKS * BLOCK
     if first < numel:
         is_sound = True
         if HAS_FOUND_INF:
             is_sound = tl.load(found_inf) == 0.0
         if is_sound:
-            params = _place(row, ALIGNED) + first
-            grads = _place(row + 1, ALIGNED) + first
-            firsts = _place(row + 2, ALIGNED) + first
-            seconds = _place(row + 3, ALIGNED) + first
-            step = tl.load(_place(row + 4, False)).to(tl.float64)
+            params = _place(row, anchor, ALIGNED) + first
+            grads = _place(row + 1, anchor, ALIGNED) + first
+            firsts = _place(row + 2, anchor, ALIGNED) + first
+            seconds = _place(row + 3, anchor, ALIGNED) + first
+            step = tl.load(_place(row + 4, anchor, False)).to(tl.float64)
             rate = lr
             if LR_LIES_THERE:
                 rate = tl.load(lr).to(tl.float32)
@@ -52,8 +53,8 @@ def _adamw(  # type: ignore[no-untyped-def]
             if HAS_SCALE:
                 factor = tl.load(scale).to(tl.float32)
             # beta ** step: the logarithm in two floats, for 1 - 0.999 has only half of a float's digits
-            correction1 = 1.0 - tl.exp(step * (log_beta1.to(tl.float64) + low1.to(tl.float64)))
-            correction2 = 1.0 - tl.exp(step * (log_beta2.to(tl.float64) + low2.to(tl.float64)))
+            correction1 = 1.0 - tl.exp(step * log_beta1 + step * low1)
+            correction2 = 1.0 - tl.exp(step * log_beta2 + step * low2)
             step_size = (rate / correction1).to(tl.float32)
             shrink = (1.0 / tl.sqrt(correction2)).to(tl.float32)
             left = 1.0 - rate * decay
@@ -70,12 +71,12 @@ def _adamw(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _place(cell, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The address that a cell of the table holds."""
-    address = tl.load(cell)
+def _place(cell, anchor, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a cell of the table points: so many elements from the anchor."""
+    distance = tl.load(cell)
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(tl.float32))
+        distance = distance // 4 * 4  # it is so already; Triton knows nothing of what is loaded
+    return anchor + distance
 
 
 @triton.jit
@@ -112,30 +113,42 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 class Table:
-    """Addresses of the ranges of one call, on the device."""
+    """Where the ranges of one call lie, on the device: a row for each CHUNK_BLOCKS blocks of a range.
+
+    Places are distances from the first parameter, for Triton reads whole vectors only where it knows how a pointer is
+    aligned, and it knows that of arguments, not of addresses that were loaded.
+    """
 
     def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
         """`columns`: parameters, gradients, first and second moments, step counts (0-dim); all float32."""
-        self._columns = columns
-        self._gradients = [0] * len(columns[1])  # their addresses, which come and go
+        self._columns, self.anchor = columns, columns[0][0]
+        self._gradients: list[int] = []  # their addresses, which come and go
         self._rows = torch.empty(0)
-        numels = [param.numel() for param in columns[0]]
-        self._numels, self.most_blocks = numels, max((numel + BLOCK - 1) // BLOCK for numel in numels)
+        numels = torch.tensor([param.numel() for param in columns[0]])
+        chunk_numel = CHUNK_BLOCKS * BLOCK
+        counts = (numels + chunk_numel - 1) // chunk_numel  # rows of each range
+        self._range = torch.arange(len(numels)).repeat_interleave(counts)  # by row
+        number = torch.arange(len(self._range)) - (counts.cumsum(0) - counts)[self._range]  # of the chunk in its range
+        self._starts = number * chunk_numel
+        self._numels = (numels[self._range] - number * chunk_numel).clamp(max=chunk_numel)
         self.is_aligned = False
 
     def rows(self) -> Tensor:
-        """int64, (ranges, COLUMNS), as the tensors lie now."""
+        """int64, (rows, COLUMNS), as the tensors lie now."""
         gradients = [grad.data_ptr() for grad in self._columns[1]]
         if gradients != self._gradients:
             self._gradients = gradients
-            addresses = [[tensor.data_ptr() for tensor in column] for column in self._columns]
-            self.is_aligned = not any(address % ALIGNMENT_BYTES for column in addresses[:4] for address in column)
-            rows = torch.tensor(list(zip(*addresses, self._numels, strict=True)), dtype=torch.int64)
+            addresses = torch.tensor([[tensor.data_ptr() for tensor in column] for column in self._columns])
+            self.is_aligned = not bool((addresses[:4] % ALIGNMENT_BYTES).any())
+            rows = torch.empty(len(self), COLUMNS, dtype=torch.int64)
+            rows[:, :5] = ((addresses - self.anchor.data_ptr()) // FLOAT_BYTES)[:, self._range].T
+            rows[:, :4] += self._starts[:, None]
+            rows[:, 5] = self._numels
             self._rows = rows.pin_memory().to(self._columns[0][0].device, non_blocking=True)
         return self._rows
 
     def __len__(self) -> int:
-        return len(self._numels)
+        return len(self._range)
 
 
 def launch(
@@ -150,13 +163,14 @@ def launch(
 ) -> None:
     """Update every range of the table; `lr`, `scale` (of gradients) and `found_inf` may lie on the device, 0-dim."""
     rows = table.rows()
-    lr_lies_there = isinstance(lr, Tensor) and lr.is_cuda
+    lr_lies_there = isinstance(lr, Tensor) and lr.device == rows.device and lr.is_cuda
     logs: list[Any] = []
     for beta in betas:
         high = float(torch.tensor(_log(beta), dtype=torch.float32))
         logs += [high, _log(beta) - high]
-    _adamw[(table.most_blocks, len(table))](
+    _adamw[(len(table) * CHUNK_BLOCKS,)](
         rows,
+        table.anchor,
         lr if lr_lies_there else float(lr),
         rows if scale is None else scale,
         rows if found_inf is None else found_inf,
@@ -171,6 +185,7 @@ def launch(
         MAXIMIZE=maximize,
         ALIGNED=table.is_aligned,
         BLOCK=BLOCK,
+        CHUNK_BLOCKS=CHUNK_BLOCKS,
         COLUMNS=COLUMNS,
         num_warps=WARPS,
     )
