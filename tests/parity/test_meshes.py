@@ -28,6 +28,9 @@ def hybrid(strategies: list[Any], shape: tuple[int, int], names: tuple[str, str]
             lamina.debug(recipe.accumulation == "each")
             model = lamina.shard(build(), strategy, mesh=mesh, units=UNITS)
             found[f"{strategy} {recipe.accumulation}"] = sharded(model, expected, recipe)
+        if strategy == "hsdp":  # regions of the ranks of a gather group, which need not be neighbours
+            model = lamina.shard(build(), strategy, mesh=mesh, units=UNITS, transport="peer")
+            found[f"{strategy} peer"] = sharded(model, of_language(dist.get_world_size(), Recipe()), Recipe())
     return found
 
 

@@ -7,8 +7,9 @@ and once for reductions (two lanes on one communicator would wait for each other
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 DATA_AXES = ("replicate", "shard")
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class DataMesh:
     @property
     def range_index(self) -> int:
         return self.factors.range_index(self.rank)
+
+    def by_data_rank(self, rows: Sequence[Row]) -> list[Row]:
+        """What ranks have exchanged over `control`, whose group torch orders by global rank, by data rank."""
+        place = {rank: number for number, rank in enumerate(sorted(self.global_ranks))}
+        return [rows[place[rank]] for rank in self.global_ranks]
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def connect(control: Control, mesh: DataMesh, data_bytes: int) -> Peers:
     if message is not None:
         raise TransportError(message)
     assert own is not None
-    tickets = [Ticket.parse(text) for text in control.exchange_text(own.ticket.text())]
+    tickets = [Ticket.parse(text) for text in mesh.by_data_rank(control.exchange_text(own.ticket.text()))]
     level = mesh.factors.levels[0]
     groups = sorted({level.members(rank) for rank in range(mesh.world)})
     _check_hosts(tickets, groups)

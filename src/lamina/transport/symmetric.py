@@ -163,7 +163,7 @@ def connect_gpus(control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes:
     """
     group, level = mesh.gather[0], mesh.factors.levels[0]
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device.index is None else mesh.device
-    where = control.exchange_text(f"{host_id()} {device.index}")
+    where = mesh.by_data_rank(control.exchange_text(f"{host_id()} {device.index}"))
     _agree(control, _cannot_reach(where, level.members(mesh.rank), mesh.rank, device))
     problem, peers = "", None
     free_bytes = torch.cuda.mem_get_info(device)[0]
