@@ -7,15 +7,17 @@ read are there) and the last after it. A forward that raises leaves by the same 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lamina.core.program import Op
 from lamina.core.slots import Slot
@@ -25,7 +27,27 @@ from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _moments = itertools.count(1)  # of forwards that begin and end
+
+
+def _outside_modes(method: Callable[P, R]) -> Callable[P, R]:
+    """Hide what the runtime does from modes that see every operation.
+
+    Selective recomputation counts the operations of a forward and of its second run: gathers, reductions and messages
+    in between are none of them, and need not be the same both times.
+    """
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return method(*args, **kwargs)
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return run
 
 
 @dataclass(slots=True)
@@ -89,6 +111,7 @@ class ModuleHooks:
         self.close(cast)
         return cast if cast is not output else None
 
+    @_outside_modes
     def open(self, module: nn.Module, entry: str) -> None:
         """Begin a use of each unit, and the root forward if none is under way."""
         engine = self.engine
@@ -107,6 +130,7 @@ class ModuleHooks:
             engine.phase = None  # the next root forward starts clean
             raise
 
+    @_outside_modes
     def close(self, output: Any) -> None:
         """End the uses; make their backward known to autograd."""
         frame = self.frames.pop()

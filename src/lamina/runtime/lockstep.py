@@ -9,8 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 from lamina.core.control import Control
 from lamina.core.program import Op, Step
 from lamina.core.watch_judge import CURE
@@ -33,7 +31,6 @@ class Lockstep:
         self.control, self.unit_names = control, list(unit_names)
         self.rounds = 0
 
-    @_disable_current_modes()  # selective recomputation counts the operations of a forward: these are none of it
     def agree(self, phase: Phase, step: Step, need: Callable[[], bool], serve: Serve) -> None:
         """Serve all ranks' requests in the agreed order until this rank's own step has been."""
         while True:

@@ -7,8 +7,9 @@ Note [Reduction]
     3. The division by the number of data ranks is ours, once, at the end.
     4. While micro-batches accumulate, only the levels that gradients are split over are climbed; the partial sums wait
        in `partial` until the last one.
-    5. On the host, a reduction is finished at moments that its place in the program fixes (the next reduction, a gather
-       of a unit that shares its bytes, the end of the backward), never by what this rank happens to need.
+    5. On the host, a reduction is finished at moments that its place in the program fixes (the next reduction, the end
+       of the backward), never by what this rank happens to need: the levels above the first are collectives. Who needs
+       the slot before, `vacate`s it: the first level, which is under way on all ranks, is summed elsewhere.
 """
 
 from __future__ import annotations
@@ -197,6 +198,31 @@ class Reducer:
         with self.lanes.reduce.running():
             self._complete(pending)
             self._release(pending.slot)
+
+    def vacate(self) -> None:
+        """Free the slot of the reduction that is under way. No collective is issued: see Note [Reduction] 5."""
+        pending = self.pending
+        if pending is None or pending.slot is None:
+            return
+        if not self._goes_on(pending):
+            self.finish()
+            return
+        for work in pending.works:
+            self.control.wait(work)
+        pending.works.clear()
+        with self.lanes.reduce.running():
+            for number, segment in enumerate(pending.unit.layout.segments):
+                if segment.trainable:
+                    pending.rows[number] = (self._sum(pending.unit, number, pending.rows[number], f"sum of {number}"),)
+            self._release(pending.slot)
+            pending.slot = None
+
+    def _goes_on(self, pending: Pending) -> bool:
+        """Whether more is to be exchanged once its works are done."""
+        mesh, target = pending.unit.mesh, pending.target
+        if any(not group.is_trivial for group in mesh.reduce[pending.climbed : target]):
+            return True
+        return target == ALL_LEVELS and not (mesh.replicas.is_trivial or pending.replicated)
 
     def _target(self, unit: Unit, last: bool, defer: bool) -> int:
         factors = unit.mesh.factors

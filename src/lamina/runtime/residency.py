@@ -44,7 +44,7 @@ class Residency:
             return
         pending = self.reducer.pending
         if pending is not None and (pending.slot is slot or pending.slot in slot.shares):
-            self.reducer.finish()  # Note [Reduction] 5: at a moment that the program fixes
+            self.reducer.vacate()
         if self._is_blocked(slot):
             slot = self._overflow_slot(unit)
         else:
@@ -150,7 +150,7 @@ class Residency:
         self.gatherer.finish(source)
         if target.home:
             if self._is_blocked(target):
-                self.reducer.finish()
+                self.reducer.vacate()
             if self._is_blocked(target):
                 raise StateError(
                     f"`{unit.name}`: its backward needs the memory in which its forward ran, and "
