@@ -2,11 +2,13 @@
 
     python benchmarks/checkpoint/run.py                          # a state of 201 MB
     python benchmarks/checkpoint/run.py --parameters 1e9 --folder /a/real/disk
+    python benchmarks/checkpoint/run.py --parameters 1e9 --apart --acts save load restart --no-memory --rounds 2
     python benchmarks/checkpoint/run.py --device cuda --ranks 1 --parameters 1e9
 
 Each way has processes of its own. The state is float32 parameters with AdamW's two moments (12 bytes a parameter),
 stepped once. Times are the slower rank's, medians over rounds; in every round the ways follow one another, so that a
-disturbance of the machine hits all. Blocked: how long the training thread waits for a save that goes on beside it;
+disturbance of the machine hits all; with `--apart` one way is done before the other begins, which takes half the
+memory. Blocked: how long the training thread waits for a save that goes on beside it;
 `copy`: one plain copy of the rank's own state into host memory that is there already, the floor for that; it is made
 just before each save beside training, and the ratio is of these pairs. On a GPU that memory is pinned, and times last
 until the device has nothing left to do.
@@ -23,6 +25,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +45,7 @@ import lamina
 WIDTH = 2048
 WAYS = ("lamina", "dcp")
 MOMENTS = ("exp_avg", "exp_avg_sq")
+ACTS = ("save", "load", "restart", "copy", "save_beside")
 
 
 def build(parameters: float) -> nn.Module:
@@ -58,11 +62,11 @@ class Way:
         self.optimizer: torch.optim.Optimizer
 
     def step_once(self) -> None:
-        """Gradients of ones: the optimizer only has to have a state."""
+        """Gradients of ones, one at a time, for little memory: the optimizer only has to have a state."""
         for param in self.model.parameters():
             param.grad = torch.ones_like(param)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """A new one, without states: as a job has it that starts again."""
@@ -270,62 +274,72 @@ class Ranks:
             process.join()
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, Any]:
-    ways = {kind: Ranks(kind, setting) for kind in WAYS}
+def measure(setting: Setting, rounds: int, acts: Sequence[str], apart: bool) -> dict[str, Any]:
     seen: dict[str, dict[str, list[float]]] = {kind: {} for kind in WAYS}
-    for number in range(rounds + 1):  # the first round warms up: buffers, groups, the page cache
+    state_bytes = 0
+    for kinds in [[kind] for kind in WAYS] if apart else [list(WAYS)]:
+        ways = {kind: Ranks(kind, setting) for kind in kinds}
+        state_bytes = next(iter(ways.values())).state_bytes
+        for number in range(rounds + 1):  # the first round warms up: buffers, groups, the page cache
+            for kind, ranks in ways.items():
+                one_round(setting, kind, ranks, acts, seen[kind] if number else {})
         for kind, ranks in ways.items():
-            for what in ("save", "load", "restart", "copy", "save_beside"):
-                path = f"{setting.room}/{kind}-{'save' if what in ('load', 'restart') else what}"
-                if what.startswith("save"):
-                    shutil.rmtree(path, ignore_errors=True)
-                if what != "save_beside":
-                    os.sync()
-                found = ranks.ask(what, path)
-                if number:
-                    for key, value in found.items():
-                        seen[kind].setdefault(f"{what}_{key}", []).append(value)
-    for ranks in ways.values():
-        ranks.end()
-    for by in seen.values():
-        by["blocked_per_copy"] = [a / b for a, b in zip(by["save_beside_s"], by["copy_s"], strict=True)]
-    for key in ("save", "load", "restart"):
+            ranks.end()
+            for left in Path(setting.room).glob(f"{kind}-*"):
+                shutil.rmtree(left)
+    if "save_beside" in acts:
+        ours = seen["lamina"]
+        ours["blocked_per_copy"] = [a / b for a, b in zip(ours["save_beside_s"], ours["copy_s"], strict=True)]
+    for key in [act for act in ("save", "load", "restart") if act in acts]:
         pairs = zip(seen["lamina"][f"{key}_s"], seen["dcp"][f"{key}_s"], strict=True)
         seen["lamina"][f"{key}_per_dcp"] = [a / b for a, b in pairs]
     table = {kind: {key: statistics.median(values) for key, values in by.items()} for kind, by in seen.items()}
     worst = {kind: {key: max(values) for key, values in by.items()} for kind, by in seen.items()}
-    state_bytes = ways["lamina"].state_bytes
-    return {"state_bytes": state_bytes, "rounds": rounds, "median": table, "largest": worst}
+    setup = {"state_bytes": state_bytes, "rounds": rounds, "acts": list(acts), "apart": apart}
+    return {**setup, "median": table, "largest": worst}
+
+
+def one_round(setting: Setting, kind: str, ranks: Ranks, acts: Sequence[str], into: dict[str, list[float]]) -> None:
+    for what in acts:
+        if what == "copy" and kind != "lamina":  # as much, and the memory that it is copied into
+            continue
+        path = f"{setting.room}/{kind}-{'save' if what in ('load', 'restart') else what}"
+        if what.startswith("save"):
+            shutil.rmtree(path, ignore_errors=True)
+        if what != "save_beside":
+            os.sync()
+        found = ranks.ask(what, path)
+        print(f"{kind} {what}: {found['s']:.3f} s", file=sys.stderr, flush=True)
+        for key, value in found.items():
+            into.setdefault(f"{what}_{key}", []).append(value)
 
 
 def show(found: dict[str, Any]) -> str:
-    lamina_, dcp = found["median"]["lamina"], found["median"]["dcp"]
+    ours, dcp = found["median"]["lamina"], found["median"]["dcp"]
+    names = {"save": "save", "load": "load", "restart": "load into a new optimizer"}
+    rows = [(f"{name}, s", f"{act}_s") for act, name in names.items()]
+    rows += [(f"{name}, s of CPU time", f"{act}_cpu_s") for act, name in names.items()]
+    rows.append(("blocked by a save beside training, s", "save_beside_s"))
+    rows.append(("that save until it is complete, s", "save_beside_whole_s"))
+    figures = [(name, ours[key], dcp[key]) for name, key in rows if key in ours]
+    for act, name in {"save": "save", "load": "load", "save_beside": "save beside training"}.items():
+        if found["first_peak_bytes"]:
+            first = [found["first_peak_bytes"][kind][act] / 2**20 for kind in WAYS]
+            figures.append((f"host memory of the first {name}, MiB", first[0], first[1]))
     own = found["state_bytes"] / found["ranks"]
-    rows = [
-        ("save, s", lamina_["save_s"], dcp["save_s"]),
-        ("load, s", lamina_["load_s"], dcp["load_s"]),
-        ("load into a new optimizer, s", lamina_["restart_s"], dcp["restart_s"]),
-        ("save, s of CPU time", lamina_["save_cpu_s"], dcp["save_cpu_s"]),
-        ("load, s of CPU time", lamina_["load_cpu_s"], dcp["load_cpu_s"]),
-        ("load into a new optimizer, s of CPU time", lamina_["restart_cpu_s"], dcp["restart_cpu_s"]),
-        ("blocked by a save beside training, s", lamina_["save_beside_s"], dcp["save_beside_s"]),
-        ("that save until it is complete, s", lamina_["save_beside_whole_s"], dcp["save_beside_whole_s"]),
-        ("a plain copy of the rank's state, s", lamina_["copy_s"], dcp["copy_s"]),
-    ]
-    names = {"save": "a save", "load": "a load", "save_beside": "a save beside training"}
-    for what, name in names.items():
-        first = [found["first_peak_bytes"][kind][what] / 2**20 for kind in WAYS]
-        rows.append((f"host memory of the first {name.removeprefix('a ')}, MiB", first[0], first[1]))
     lines = [
         f"state {found['state_bytes'] / 2**20:.0f} MiB, {own / 2**20:.0f} a rank; medians of {found['rounds']} rounds"
     ]
-    lines += [f"| {name} | {a:.3f} | {b:.3f} | {a / b if b else float('nan'):.2f} |" for name, a, b in rows]
-    lines.append(f"save / dcp.save, median of rounds {lamina_['save_per_dcp']:.2f}")
-    lines.append(f"load / dcp.load, median of rounds {lamina_['load_per_dcp']:.2f}")
-    lines.append(f"load into a new optimizer / dcp's, median of rounds {lamina_['restart_per_dcp']:.2f}")
-    lines.append(f"blocked / copy, median of rounds {lamina_['blocked_per_copy']:.2f}")
-    lines.append(f"blocked / dcp.save {lamina_['save_beside_s'] / dcp['save_s']:.3f}")
-    lines.append(f"blocked / blocked of dcp.async_save {lamina_['save_beside_s'] / dcp['save_beside_s']:.3f}")
+    lines += [f"| {name} | {a:.3f} | {b:.3f} | {a / b if b else float('nan'):.2f} |" for name, a, b in figures]
+    for act, name in names.items():
+        if act in found["acts"]:
+            lines.append(f"{name} / dcp's, median of rounds {ours[f'{act}_per_dcp']:.2f}")
+    if "save_beside" in found["acts"]:
+        copy_s, blocked_s = ours["copy_s"], ours["save_beside_s"]
+        lines.append(f"a plain copy of the rank's state {copy_s:.3f} s; blocked / copy {ours['blocked_per_copy']:.2f}")
+        lines.append(f"blocked / blocked of dcp.async_save {blocked_s / dcp['save_beside_s']:.3f}")
+        if "save" in found["acts"]:
+            lines.append(f"blocked / dcp.save {blocked_s / dcp['save_s']:.3f}")
     return "\n".join(lines)
 
 
@@ -348,6 +362,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=16.8e6)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--acts", nargs="+", choices=ACTS, default=ACTS, help="what is measured")
+    parser.add_argument("--apart", action="store_true", help="one way after the other: half the memory")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not look at host memory")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")
     parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
@@ -356,10 +373,10 @@ def main() -> None:
     room = tempfile.mkdtemp(dir=options.folder)
     setting = Setting(room, options.parameters, options.device, options.ranks)
     try:
-        memory = first_memory(setting)
+        memory = first_memory(setting) if options.memory else {}
         for store in Path(room).glob("store-*"):
             store.unlink()
-        found = measure(setting, options.rounds)
+        found = measure(setting, options.rounds, options.acts, options.apart)
     finally:
         shutil.rmtree(room)
     found |= {"first_peak_bytes": memory, "ranks": options.ranks, "device": options.device}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lamina.checkpoint.datafile import Item, as_bytes
+from lamina.checkpoint.datafile import Item
 
 ALIGNMENT_BYTES = 64  # of each copy: wide enough for any dtype, and a line of a core's cache
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -37,23 +37,22 @@ class HostCopy:
         They are not given a stream of their own: weights and buffers may be changed by anything that is queued next, so
         that the device's next work has to come after them. The host does not wait; `wait` does.
         """
-        ends = [0]
-        for item in items:
-            length_bytes = item.values.numel() * item.values.element_size()
-            ends.append(ends[-1] + -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        self._make_room(ends[-1])
-        copies, by_dtype = [], dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]()
-        for item, at in zip(items, ends[:-1], strict=True):
-            source = as_bytes(item.values)
-            into = self._buffer[at : at + source.numel()]
-            targets, sources = by_dtype.setdefault(item.values.dtype, ([], []))
-            targets.append(into.view(item.values.dtype))
-            sources.append(item.values.detach().reshape(-1))
-            copies.append(item._replace(values=targets[-1].view(item.values.shape)))
-        for targets, sources in by_dtype.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, item in enumerate(items):
+            by_dtype.setdefault(item.values.dtype, []).append(i)
+        lengths = {dtype: _padded([items[i] for i in places]) for dtype, places in by_dtype.items()}
+        self._make_room(sum(sum(numels) * dtype.itemsize for dtype, numels in lengths.items()))
+        copies, at = list(items), 0
+        for dtype, places in by_dtype.items():
+            end = at + sum(lengths[dtype]) * dtype.itemsize
+            # one call that makes all views: after a long copy nothing of the interpreter is in a core's cache
+            targets = self._buffer[at:end].view(dtype).split_with_sizes(lengths[dtype])[::2]
+            torch._foreach_copy_(targets, [_flat(items[i].values) for i in places], non_blocking=True)
+            for i, target in zip(places, targets, strict=True):
+                copies[i] = items[i]._replace(values=target if items[i].flat else target.view(items[i].values.shape))
+            at = end
         if self._device.type == "cuda":
-            self._sources = [source for _, sources in by_dtype.values() for source in sources]
+            self._sources = [item.values for item in items]
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(self._device))
         return copies
@@ -72,6 +71,19 @@ class HostCopy:
         self._buffer = torch.empty(length_bytes, dtype=torch.uint8)
         if self._device.type == "cuda":
             _pin(self._buffer)
+
+
+def _padded(items: Sequence[Item]) -> list[int]:
+    """Elements of each, then of what fills it up to the alignment."""
+    numels = []
+    for item in items:
+        numel, line_numel = item.values.numel(), max(1, ALIGNMENT_BYTES // item.values.element_size())
+        numels += [numel, -numel % line_numel]
+    return numels
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values if values.dim() == 1 else values.detach().reshape(-1)
 
 
 def _pin(buffer: Tensor) -> None:

@@ -150,19 +150,20 @@ class Loading:
         Optimizer states that are made anew are read on the way.
         """
         transfers = self.matched.transfers + [copy for _, _, copy in self.matched.copies]
-        self.source.verify(transfers + ([] if self.plan is None else self.plan.transfers), self.staging)
         if self.plan is not None and self.plan.fresh:
-            self.source.fill(self.plan.fresh, self.staging)
+            self.source.fill(self.plan.fresh, self.staging)  # first: what is read twice then stays in the page cache
+        self.source.verify(transfers + ([] if self.plan is None else self.plan.transfers), self.staging)
         check_copies(self.source, self.matched, self.staging)
         return self.source.beside(self.rank, self.world, self.staging)
 
     def transfer(self, beside: dict[str, Any]) -> None:
         """Change the model."""
-        self.source.transfer(self.matched.transfers, self.staging)
+        if self.plan is not None:  # what was verified last comes first: the page cache has it
+            self.source.transfer(self.plan.transfers[::-1], self.staging)
+        self.source.transfer(self.matched.transfers[::-1], self.staging)
         for unit in self.runtime.units:
             unit.dirty.mark()  # every copy of a master is made anew before it is next read
         if self.plan is not None:
-            self.source.transfer(self.plan.transfers, self.staging)
             self.plan.hand_over()
         for name, module in self.model.named_modules():
             if name in beside["modules"]:

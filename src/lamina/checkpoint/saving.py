@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lamina.checkpoint import folders
 from lamina.checkpoint.agreed import at_place, attempt, begin_alike, settle, together
 from lamina.checkpoint.background import BACKGROUND, Background
-from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, Written, stream, write_file
+from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, Item, Written, stream, write_file
 from lamina.checkpoint.manifest import FileEntry
 from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
 from lamina.core.control import Control
@@ -73,10 +73,8 @@ def save(
         if wait:
             same = agreed()
             assert looked is not None  # else all ranks have raised
-            snapshot = looked.snapshot
-            division = together(control, lambda: divide(snapshot, same, snapshot.own_items()), f"saving {path}")
             staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")
-            Job(looked.target, division, staging).run(control)
+            Job(looked.target, looked.snapshot, same, None, staging).run(control)
         else:
             _start_beside(BACKGROUND.of(model, runtime), looked, agreed)
 
@@ -86,15 +84,15 @@ def _start_beside(background: Background, looked: Look | None, agreed: Callable[
     own, failure = attempt(lambda: [] if looked is None else background.stage(looked.snapshot.own_items()))
     same = agreed()
     assert looked is not None  # else all ranks have raised
-    snapshot, division = looked.snapshot, None
-    if own is not None:
-        copies = own
-        division, failure = attempt(lambda: divide(snapshot, same, copies, background.stage_common))
-    if failure is not None:
+    snapshot, common = looked.snapshot, None
+    if failure is None:
+        common, failure = attempt(lambda: background.stage_common(snapshot.common_items(same)))
+    if own is None or common is None:
+        assert failure is not None
         background.start(snapshot.runtime, NotCopied(looked.target, failure))
     else:
-        assert division is not None
-        background.start(snapshot.runtime, Job(looked.target, division, torch.empty(BLOCK_BYTES, dtype=torch.uint8)))
+        staging = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        background.start(snapshot.runtime, Job(looked.target, snapshot, same, [*own, *common], staging))
 
 
 @dataclass
@@ -122,7 +120,9 @@ class Job:
     """Everything after staging."""
 
     target: Path
-    division: Division
+    snapshot: Snapshot
+    same: list[bool]  # answers `snapshot.sums()`
+    copies: list[Item] | None  # of what this rank writes; None: as it lies in the model
     staging: Tensor  # 1D, bytes on the host
 
     def run(self, control: Control) -> None:
@@ -130,11 +130,11 @@ class Job:
         first = self.rank == 0
         what, number = f"saving {self.target}", draw_number(control)
         try:
-            together(control, lambda: folders.prepare(self.target, number) if first else None, what)
-            written = together(control, lambda: self._write(number), what)
+            division = together(control, lambda: self._begin(number), what)
+            written = together(control, lambda: self._write(division, number), what)
             rows = control.exchange([self.rank, written.size_bytes, written.header_crc32])
             files = [FileEntry(file_name(rank), size, f"{crc:08x}") for rank, size, crc in sorted(rows)]
-            together(control, lambda: self._publish(files, number) if first else None, what)
+            together(control, lambda: self._publish(division, files, number) if first else None, what)
         except BaseException:
             if first:
                 folders.abandon(self.target, number)
@@ -142,14 +142,23 @@ class Job:
 
     @property
     def rank(self) -> int:
-        return self.division.snapshot.runtime.mesh.rank
+        return self.snapshot.runtime.mesh.rank
 
-    def _write(self, number: int) -> Written:
-        draft, folder = self.division.draft, folders.partial(self.target, number)
+    def _begin(self, number: int) -> Division:
+        items = self.copies
+        if items is None:
+            items = self.snapshot.own_items() + self.snapshot.common_items(self.same)
+        division = divide(self.snapshot, self.same, items)
+        if self.rank == 0:
+            folders.prepare(self.target, number)
+        return division
+
+    def _write(self, division: Division, number: int) -> Written:
+        draft, folder = division.draft, folders.partial(self.target, number)
         return write_file(folder / file_name(self.rank), draft, stream(draft.items, self.staging))
 
-    def _publish(self, files: list[FileEntry], number: int) -> None:
-        folders.publish(self.target, describe(self.division, files), number)
+    def _publish(self, division: Division, files: list[FileEntry], number: int) -> None:
+        folders.publish(self.target, describe(division, files), number)
 
 
 def draw_number(control: Control) -> int:

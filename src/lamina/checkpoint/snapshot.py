@@ -12,7 +12,7 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -46,6 +46,7 @@ from lamina.checkpoint.manifest import (
 from lamina.checkpoint.optimizer_state import States, take_apart
 from lamina.checkpoint.values import Encoded, dtype_name, encode
 from lamina.runtime.assemble import Runtime
+from lamina.runtime.unit_gradients import local_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Snapshot:
     wholes: list[Whole]
     states: States | None
     beside: dict[str, Encoded]  # "extra": the user's; "modules": of modules with `get_extra_state`
-    random: Encoded
+    random: dict[str, Any]  # copies; encoded by `divide`
 
     @property
     def state_wholes(self) -> list[Whole]:
@@ -90,9 +91,32 @@ class Snapshot:
         items: list[Item] = []
         for h in self.held:
             if h.written[0] < h.written[1]:
-                items.append(Item(parameter_key(h.name), h.part(h.local)))
+                items.append(Item(parameter_key(h.name), h.part(local_of(h.param))))
                 states = {} if self.states is None else self.states.split.get(h.name, {})
                 items += [Item(state_key(key, h.name), h.part(values)) for key, values in states.items()]
+        return items
+
+    def named_wholes(self) -> list[Whole]:
+        """What every rank holds whole, under its keys of data files; `sums` has one number for each, in this order."""
+        return [Whole(buffer_key(w.name), w.values) for w in self.wholes] + self.state_wholes
+
+    def writers(self, same: Sequence[bool]) -> dict[str, int | None]:
+        """Whole tensor -> the rank that writes it; None: every rank, its own. `same` answers `sums`."""
+        named, world = self.named_wholes(), self.runtime.mesh.world
+        chosen = spread([w.values.numel() * w.values.element_size() for w in named], world)
+        return {w.name: rank if equal else None for w, rank, equal in zip(named, chosen, same[:-1], strict=True)}
+
+    def kept_beside(self, same: Sequence[bool]) -> dict[str, Encoded]:
+        """What of `beside` this rank writes."""
+        return self.beside if self.runtime.mesh.rank == 0 or not same[-1] else {}
+
+    def common_items(self, same: Sequence[bool]) -> list[Item]:
+        """What else this rank writes: which of it, the ranks have agreed on."""
+        writers, mine = self.writers(same), (self.runtime.mesh.rank, None)
+        written = [w for w in self.named_wholes() if writers[w.name] in mine]
+        items = [Item(w.name, w.values.contiguous(), flat=False) for w in written]
+        for what, encoded in self.kept_beside(same).items():
+            items += tensors_of(what, encoded)
         return items
 
 
@@ -116,34 +140,25 @@ def take(runtime: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer | 
         names |= {id(param): name for name, param in model.named_parameters() if id(param) not in names}
         states = take_apart(optimizer, names, {h.name: h for h in held})
     beside = {"extra": encode(extra, "extra"), "modules": encode(module_states(model), "get_extra_state()")}
-    own = encode(random_states(runtime), "random states")
-    return Snapshot(runtime, held, ties_of(runtime), wholes, states, beside, own)
+    return Snapshot(runtime, held, ties_of(runtime), wholes, states, beside, random_states(runtime))
 
 
-def divide(
-    snapshot: Snapshot,
-    same: Sequence[bool],
-    own: Sequence[Item],
-    copy: Callable[[Sequence[Item]], Sequence[Item]] = tuple,
-) -> Division:
-    """Give every value its writers. Local, and the same on every rank.
+def divide(snapshot: Snapshot, same: Sequence[bool], items: Sequence[Item]) -> Division:
+    """Lay out this rank's file. Local; reads nothing that training changes, so that it may be done beside it.
 
     Args:
         same: answers `snapshot.sums()`.
-        own: `snapshot.own_items()`, or copies of them.
-        copy: is given what else this rank writes.
+        items: `snapshot.own_items()` and `snapshot.common_items(same)`, or copies of them.
     """
-    rank, world = snapshot.runtime.mesh.rank, snapshot.runtime.mesh.world
-    items: list[Item] = []
-    texts: dict[str, str] = {}
-    named = [Whole(buffer_key(w.name), w.values) for w in snapshot.wholes] + snapshot.state_wholes
-    writers = spread([w.values.numel() * w.values.element_size() for w in named], world)
-    files = {w.name: writer if equal else None for w, writer, equal in zip(named, writers, same[:-1], strict=True)}
-    items += [Item(w.name, w.values.contiguous(), flat=False) for w in named if files[w.name] in (rank, None)]
-    for what, encoded in {**(snapshot.beside if rank == 0 or not same[-1] else {}), "random": snapshot.random}.items():
-        texts[what] = json.dumps(encoded.json)
-        items += [Item(f"{what}/{i}", t.detach().contiguous(), flat=False) for i, t in enumerate(encoded.tensors)]
-    return Division(snapshot, lay_out((*own, *copy(items)), texts), files, "shared" if same[-1] else "per rank")
+    drawn = encode(random_values(snapshot.random), "random states")
+    texts = {what: json.dumps(encoded.json) for what, encoded in snapshot.kept_beside(same).items()}
+    draft = lay_out((*items, *tensors_of("random", drawn)), {**texts, "random": json.dumps(drawn.json)})
+    return Division(snapshot, draft, snapshot.writers(same), "shared" if same[-1] else "per rank")
+
+
+def tensors_of(what: str, encoded: Encoded) -> list[Item]:
+    """The tensors of a text, under the text's name."""
+    return [Item(f"{what}/{i}", t.detach().contiguous(), flat=False) for i, t in enumerate(encoded.tensors)]
 
 
 def file_name(rank: int) -> str:
@@ -206,18 +221,22 @@ def _describe_optimizer(states: States, entry: Any) -> OptimizerEntry:
 
 
 def random_states(runtime: Runtime) -> dict[str, Any]:
-    """Of Python, numpy and torch on this rank."""
-    version_number, words, gauss = random.getstate()
-    python = (version_number, np.array(words, dtype=np.int64), gauss)
-    states = {"python": python, "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    """Of Python, numpy and torch on this rank: copies."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
     if runtime.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(runtime.device)
     return states
 
 
+def random_values(states: dict[str, Any]) -> dict[str, Any]:
+    """As they are saved: Python's numbers as an array."""
+    version_number, words, gauss = states["python"]
+    return {**states, "python": (version_number, np.array(words, dtype=np.int64), gauss)}
+
+
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     version_number, words, gauss = states["python"]
-    random.setstate((version_number, tuple(words.tolist()), gauss))
+    random.setstate((version_number, tuple(map(int, words)), gauss))
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and device.type == "cuda":
