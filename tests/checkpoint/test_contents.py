@@ -168,6 +168,26 @@ def test_a_load_refreshes_masters_published_shards_and_slots(tmp_path: Path) -> 
             assert found == wanted and before == kept != wanted, case
 
 
+def load_before_the_backward(path: str) -> list[str]:
+    said = []
+    for strategy in ("ddp", "zero3"):
+        model = lamina.shard(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)), strategy)
+        lamina.save(path, model)
+        loss = model(torch.ones(2, 9)).square().sum()
+        lamina.load(path, model)
+        try:
+            loss.backward()
+            said.append(f"{strategy}: no error")
+        except (RuntimeError, lamina.StateError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_load_between_a_forward_and_its_backward_is_an_error(tmp_path: Path) -> None:
+    for replicated, sharded in run_ranks(2, load_before_the_backward, str(tmp_path / "a")):
+        assert "modified by an inplace operation" in replicated and "changed between its forward" in sharded
+
+
 def go_on_in_bf16(folder: str) -> list[bool]:
     """Masters in fp32 and compute in bf16: bitwise at the same layout, clipping and a schedule included."""
 
