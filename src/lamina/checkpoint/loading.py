@@ -161,7 +161,8 @@ class Loading:
         if self.plan is not None:  # what was verified last comes first: the page cache has it
             self.source.transfer(self.plan.transfers[::-1], self.staging)
         self.source.transfer(self.matched.transfers[::-1], self.staging)
-        torch.autograd.graph.increment_version([into for _, _, into in self.matched.transfers])  # the memory was written
+        # their memory was written, which autograd has not seen
+        torch.autograd.graph.increment_version([into for _, _, into in self.matched.transfers])
         for unit in self.runtime.units:
             unit.dirty.mark()  # every copy of a master is made anew before it is next read
         if self.plan is not None:
