@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
-from harness import run_ranks
+from harness import expect_error, run_ranks
+from lamina.runtime.programs import CLEAN_ENDS
 from parity.reference import TOLERANCE, Recipe, one_process, sharded
 
 WIDTH = 5
@@ -91,18 +92,20 @@ def test_a_unit_that_comes_into_use_on_some_ranks(world: int, accumulation: str)
         assert all(worst <= TOLERANCE for _, worst in found), found
 
 
-def count_exchanges() -> list[int]:
-    """Exchanges of each step: with all units in use none, with one left out one for forward and backward each."""
-    counts = []
-    for route in ((0, 1, 2), (0, 1)):
-        model = lamina.shard(Routed(), units=[Expert])
-        control = model_control(model)
-        for _ in range(4):
+def count_exchanges() -> list[list[int]]:
+    """Exchanges of each step behind the first: with all units in use, with one left out, with a path that changed."""
+    found = []
+    for route, other in (((0, 1, 2), None), ((0, 1), None), ((0, 1, 2), (2, 1, 0, 2, 1, 0))):
+        model = lamina.shard(Routed(), units=[Expert], slots=1)
+        control, counts = model_control(model), []
+        for step in range(CLEAN_ENDS + 3):
             before = control.exchanges
-            model(torch.ones(1, WIDTH, dtype=torch.float64), route).sum().backward()
+            path = other if other is not None and step == 2 and dist.get_rank() == 0 else route
+            model(torch.ones(1, WIDTH, dtype=torch.float64), path).sum().backward()
             model.zero_grad()
             counts.append(control.exchanges - before)
-    return counts
+        found.append(counts[1:])
+    return found
 
 
 def model_control(model: nn.Module) -> Any:
@@ -111,6 +114,21 @@ def model_control(model: nn.Module) -> Any:
     return RUNTIMES[model].control
 
 
-def test_only_programs_that_leave_units_out_cost_an_agreement() -> None:
-    for counts in run_ranks(2, count_exchanges):
-        assert counts[2:4] == [0, 0] and counts[6:8] == [2, 2], counts
+def test_where_ranks_meet_at_the_ends_of_programs() -> None:
+    for same, left_out, changed in run_ranks(2, count_exchanges):
+        assert same == [2] * CLEAN_ENDS + [0, 0], same
+        assert left_out == [2] * (CLEAN_ENDS + 2), left_out
+        assert changed[0] == 2 < changed[1] and changed[-2:] == [2, 2], changed
+
+
+def leave_a_program() -> None:
+    model = lamina.shard(Routed(), units=[Expert], slots=1)
+    for step in range(CLEAN_ENDS + 2):
+        path = (2, 1, 0, 2, 1, 0) if step == CLEAN_ENDS + 1 and dist.get_rank() == 0 else (0, 1, 2)
+        model(torch.ones(1, WIDTH, dtype=torch.float64), path).sum().backward()
+        model.zero_grad()
+
+
+def test_leaving_a_program_at_whose_end_nobody_waits_is_named() -> None:
+    words = ("rank 0", "leaves its program for `forward of experts.", "transport='peer'", "lamina.keep")
+    expect_error(2, leave_a_program, error="Disagreement", contains=words)

@@ -69,7 +69,7 @@ def record(transport: str, folder: Path) -> tuple[list[float], list[float], Reco
     parts = (engine, engine.gatherer, engine.reducer, engine.gradients)
     left = [name for part in parts for name in TAPPED if name in vars(part)]
     assert not left, f"still tapped: {left}"
-    programs = sorted(engine.programs.items(), key=lambda item: item[0].kind is Kind.BACKWARD)
+    programs = sorted(engine.programs.known.items(), key=lambda item: item[0].kind is Kind.BACKWARD)
     program = [str(s) for _, recorded in programs for s in recorded.steps]
     assert trace.recording is not None
     return losses, traced, trace.recording, program, gathers

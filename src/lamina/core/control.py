@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lamina.core import terminal, watch
 from lamina.core.watch_evidence import call_site
-from lamina.core.watch_judge import CURE, name_ranks
+from lamina.core.watch_judge import cure_of, name_ranks
 from lamina.core.watch_sever import disagreement
 from lamina.errors import Disagreement
 
@@ -189,7 +189,7 @@ class Control:
         text = self.words().encode()[: 8 * ROW_VALUES].ljust(8 * ROW_VALUES)
         words = [bytes(row.tolist()).decode(errors="ignore").strip() for row in self._gather_rows(_as_bytes(text))]
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words))
-        raise Disagreement(f"ranks are at different places: {said}. {CURE}")
+        raise Disagreement(f"ranks disagree: {said}. {cure_of(said)}")
 
     def exchange_text(self, text: str) -> list[str]:
         """Every rank's text, by rank. For messages and checks, not for the step."""
@@ -283,10 +283,13 @@ def _never() -> bool:
 
 
 class Flags:
-    """Yes or no of every rank about many things, without a round trip for those who know: started, then read or not."""
+    """Yes or no of every rank about many things, without a round trip for those who know: started, then read or not.
 
-    def __init__(self, control: Control) -> None:
-        self.control = control
+    On a group of their own: what is sent and not waited for must not meet another rank's exchange.
+    """
+
+    def __init__(self, control: Control, group: dist.ProcessGroup | None) -> None:
+        self.control, self.group = control, group
         self._work: dist.Work | None = None
         self._counts = torch.empty(0, dtype=torch.int32)
         _flags.add(self)
@@ -302,7 +305,7 @@ class Flags:
         """Send this rank's flags; the result, when called, waits and tells for each whether any rank said yes."""
         self.control.wait(self._work)  # of the time before: ended long ago
         self._counts = torch.tensor(flags, dtype=torch.int32)
-        self._work = dist.all_reduce(self._counts, op=dist.ReduceOp.MAX, group=self.control.group, async_op=True)
+        self._work = dist.all_reduce(self._counts, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
         def read() -> list[bool]:
             self.control.wait(self._work)

@@ -63,12 +63,12 @@ class GroupMaker:
             return None
         return self._group(sorted(self.ranks), "reduce", self.backend)
 
-    def control(self) -> dist.ProcessGroup | None:
+    def on_host(self, lane: str) -> dist.ProcessGroup | None:
         """A host-side group of all data ranks."""
         if len(self.ranks) == 1:
             return None
         fake = dist.get_backend() == "fake"  # a benchmark of host time: nothing is sent
-        return self._group(sorted(self.ranks), "control", "fake" if fake else "gloo")
+        return self._group(sorted(self.ranks), lane, "fake" if fake else "gloo")
 
     def _group(self, global_ranks: list[int], lane: str, backend: str | None) -> dist.ProcessGroup:
         if global_ranks != sorted(global_ranks):

@@ -40,6 +40,7 @@ class DataMesh:
     shard_group: Group  # all ranges of one copy, for the operations on `Shard`s
     everyone: dist.ProcessGroup | None  # all data ranks, on the device
     control: dist.ProcessGroup | None  # all data ranks, on the host
+    flags: dist.ProcessGroup | None  # the same, for what is sent without being waited for
 
     @property
     def world(self) -> int:
@@ -75,7 +76,7 @@ def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     if dist.get_backend() != "fake":
         door.meet(ranks)
     me = ranks.index(dist.get_rank())
-    return DataRanks(ranks, me, shard_size, GroupMaker(ranks, me, whole_world, None).control())
+    return DataRanks(ranks, me, shard_size, GroupMaker(ranks, me, whole_world, None).on_host("control"))
 
 
 def resolve_on(strategy: str | Strategy, data: DataRanks) -> Factors:
@@ -91,14 +92,15 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataM
     ranks, me = data.ranks, data.rank
     if data.control is None:
         one = Group(None, 1, 0)
-        return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, None, None)
+        return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, None, None, None)
     whole_world = len(ranks) == dist.get_world_size()
     maker = GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
     shard_group = maker.make(Level(factors.optimizer, 1), "reduce")  # `place` is that in the group, not the range
-    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, maker.everyone(), data.control)
+    everyone, flags = maker.everyone(), maker.on_host("flags")
+    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, data.control, flags)
 
 
 def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:

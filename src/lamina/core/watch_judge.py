@@ -25,6 +25,17 @@ CURE = (
     "Forward, backward and step must follow in the same order on every rank; evaluating, saving or skipping a step on "
     "some ranks only is the usual cause"
 )
+LEAVES = "leaves its program for"  # what a rank does that needs more than ranks have agreed on
+_CURE_OF_LEAVING = (
+    "A rank has used layers more often or in another order than every rank did in the steps before, and the others no "
+    "longer gather for it. Type transport='peer', with which each rank gathers for itself, a larger slots=, or "
+    "`with lamina.keep(...)` around such layers"
+)
+
+
+def cure_of(said: str) -> str:
+    """What to do about ranks that have parted, of which `said` tells what each does."""
+    return _CURE_OF_LEAVING if LEAVES in said else CURE
 
 
 @dataclass(frozen=True)
@@ -228,13 +239,16 @@ def _circle(stuck: Mapping[int, Report]) -> Verdict | None:
         left = kept
     if not left:
         return None
-    reports = [left[rank] for rank in sorted(left)]
+    broken = {report.wait.control for report in left.values() if report.wait is not None} - {""}
+    concerned = {rank for rank, report in stuck.items() if report.wait is not None and report.wait.control in broken}
+    reports = [stuck[rank] for rank in sorted(left.keys() | concerned)]
     calls = [r for r in reports if r.wait is not None and r.wait.kind == "call"]
+    said = describe(reports)
     if calls:
         cure = "All ranks of a group must come to its collectives in the same order: call it on every rank, or on none"
     else:
-        cure = CURE
-    text = f"ranks disagree: {describe(reports)}. {cure}"
+        cure = cure_of(said)
+    text = f"ranks disagree: {said}. {cure}"
     return Verdict(text, OWN_CALL if calls else ORDER, _numbers(reports), _controls(reports))
 
 
@@ -255,7 +269,8 @@ def _parted(now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict |
             if len(began[number]) > 1:
                 said = "; ".join(f"{name_ranks(ranks)} began {key}" for key, ranks in began[number].items())
                 reports = [report for report in stuck.values() if report.wait and report.wait.control == control]
-                text = f"ranks disagree: {said}. {describe(reports)}. {CURE}"
+                said += f". {describe(reports)}"
+                text = f"ranks disagree: {said}. {cure_of(said)}"
                 return Verdict(text, ORDER, _numbers(reports), (control,))
     return None
 
@@ -265,7 +280,8 @@ def _places(now: Mapping[int, Report], stuck: Mapping[int, Report]) -> Verdict |
     if len(stuck) < len(now) or len({report.place for report in stuck.values()}) == 1:
         return None
     reports = [stuck[rank] for rank in sorted(stuck)]
-    return Verdict(f"ranks disagree: {describe(reports)}. {CURE}", ORDER, _numbers(reports), _controls(reports))
+    said = describe(reports)
+    return Verdict(f"ranks disagree: {said}. {cure_of(said)}", ORDER, _numbers(reports), _controls(reports))
 
 
 # ---- words ---------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ Note [One order]
        is cleared by the next root forward.
     4. Where gathers are one-sided (nobody else takes part), only reductions are collectives: gathers in the program are
        hints to prefetch, and a missing one is made on the spot.
-    5. A program that was recorded while no rank used some unit (an expert, a dropped layer) is open: at its end ranks
-       meet, so that a rank that has come to use the unit finds the others. Only such programs cost an agreement.
+    5. A rank that needs more than the program holds finds the others at its end, if they meet there: see Note [Ends]
+       in programs.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lamina.runtime.gradients import Gradients
 from lamina.runtime.lockstep import Lockstep
 from lamina.runtime.newcomers import Newcomers
 from lamina.runtime.phase import Key, Kind, Phase, Recorded, leaves_out
+from lamina.runtime.programs import Programs
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
 from lamina.runtime.unit import Unit
@@ -67,11 +68,10 @@ class Engine:
         self.residency = Residency(units, gatherer, reducer, lanes)
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
         self.lockstep = Lockstep(control, [unit.name for unit in units])
-        self.programs: dict[Key, Recorded] = {}
+        self.programs = Programs(one_sided)
         self.newcomers: Newcomers | None = None  # parameters beside the units'
         self.phase: Phase | None = None
         self.phases = 0
-        self.expects_more = False  # agreed: a unit was used in a forward whose program left it out
         self.resident: frozenset[int] = frozenset()  # agreed: units whose home holds weights on every rank
         self.last_forward = 0  # when the last root forward began, among all models of the process
         self._kept_slots: dict[int, list[Slot]] = {}  # by unit, one a `keep` scope
@@ -119,7 +119,7 @@ class Engine:
         if self.one_sided:
             key = Key(key.kind, key.grad, key.entry, frozenset())  # what is gathered is each rank's own affair
         self.phases += 1
-        recorded = self.programs.get(key)
+        recorded = self.programs.find(key)
         mode = "lockstep" if recorded is None else "program"
         self.control.begin(self.phases, mode, key.kind.value, key.grad, key.entry)
         self.phase = Phase(self.phases, key, recorded, owner)
@@ -131,21 +131,22 @@ class Engine:
 
     def _close(self, phase: Phase) -> None:
         self._issue(phase, len(phase.steps))
-        backward = phase.key.kind is Kind.BACKWARD
         if phase.recorded is not None:
             everywhere = phase.recorded.resident
-            if self._is_open(phase):
+            if self.programs.meets(phase):
                 agreed_on = self.lockstep.end(phase, self.residency.here, self._server(phase))
                 if phase.log:  # another rank has left the program
-                    phase.deviated, phase.was_open, everywhere = True, True, agreed_on
-            if phase.deviated and (phase.log or not backward):
-                self.programs.pop(phase.key, None)
+                    phase.deviated, phase.parted, everywhere = True, True, agreed_on
+                else:
+                    self.programs.note_clean_end(phase.key)
+            if phase.deviated and (phase.log or phase.key.kind is not Kind.BACKWARD):
+                self.programs.forget(phase.key)
         else:
             here = self.residency.here
             agreed = not self.one_sided or phase.key.kind is Kind.BACKWARD
             everywhere = self.lockstep.end(phase, here, self._server(phase)) if agreed else here()
             self._record(phase, everywhere)
-        self.expects_more = not backward and (self.expects_more or (phase.was_open and phase.deviated))
+        self.programs.note_end(phase)
         if not self.one_sided:
             for index in self.residency.here() - everywhere:
                 if not self.units[index].kept:
@@ -156,17 +157,10 @@ class Engine:
 
     def _record(self, phase: Phase, resident: frozenset[int]) -> None:
         if phase.deviated:
-            self.programs.pop(phase.key, None)  # the next time, agree anew
+            self.programs.forget(phase.key)
         else:
             steps = move_gathers_ahead(phase.log, self.residency.conflicts, self.ahead)
-            self.programs[phase.key] = Recorded(steps, resident, leaves_out(phase, self.units))
-
-    def _is_open(self, phase: Phase) -> bool:
-        """Whether ranks meet at the end of a program; the same on all of them."""
-        assert phase.recorded is not None
-        if phase.key.kind is Kind.FORWARD:
-            return phase.recorded.is_open and not self.one_sided
-        return phase.key.kind is Kind.BACKWARD and (phase.recorded.is_open or self.expects_more)
+            self.programs.known[phase.key] = Recorded(steps, resident, leaves_out(phase, self.units))
 
     def _current(self) -> Phase:
         assert self.phase is not None
@@ -392,10 +386,10 @@ class Engine:
     def _leave_program(self, phase: Phase) -> None:
         """Issue what is left of the program; from here on, and the next time, ranks agree step by step."""
         self._issue(phase, len(phase.steps))
-        phase.was_open = phase.recorded is not None and self._is_open(phase)
+        phase.parted = phase.recorded is not None and self.programs.meets(phase)
         phase.recorded, phase.steps, phase.cursor, phase.deviated = None, (), 0, True
         self.control.position.mode = "lockstep"
-        self.programs.pop(phase.key, None)
+        self.programs.forget(phase.key)
 
     def _after_reductions(self, phase: Phase) -> None:
         self.reducer.finish()

@@ -39,7 +39,7 @@ class Gradients:
     ) -> None:
         self.units, self.control, self.lanes = list(units), control, lanes
         self.reducer, self.residency = reducer, residency
-        self.flags = Flags(control)
+        self.flags = Flags(control, self.units[0].mesh.flags if units else None)
         self.last_micro_batch = True
         self.defer = False
         self.accumulating = False

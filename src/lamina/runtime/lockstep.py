@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from lamina.core.control import Control
 from lamina.core.program import Op, Step
-from lamina.core.watch_judge import CURE
+from lamina.core.watch_judge import LEAVES, cure_of
 from lamina.errors import Disagreement
 from lamina.runtime.phase import Key, Kind, Phase
 
@@ -59,7 +59,7 @@ class Lockstep:
 
     def _exchange(self, phase: Phase, op: int, unit: int, need: bool, resident: frozenset[int]) -> list[list[int]]:
         self.rounds += 1
-        self.control.position.verb = "agrees on"
+        self.control.position.verb = LEAVES if phase.deviated else "agrees on"
         self.control.position.unit = "the end" if op == END else f"{OPS[op].name.lower()} of {self.unit_names[unit]}"
         masks = [
             sum(1 << (i - base) for i in resident if base <= i < base + MASK_BITS)
@@ -80,7 +80,7 @@ class Lockstep:
         began = self.control.history().get(phase.number, "")
         words = self.control.exchange_text(self.control.words() + (f" in {began}" if began else ""))
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words))
-        raise Disagreement(f"ranks are at different places: {said}. {CURE}")
+        raise Disagreement(f"ranks disagree: {said}. {cure_of(said)}")
 
 
 def key_hash(key: Key) -> int:

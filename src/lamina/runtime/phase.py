@@ -42,7 +42,8 @@ class Recorded:
 
     steps: tuple[Step, ...]
     resident: frozenset[int]
-    is_open: bool = False  # it leaves out a unit that some rank may come to use: ranks meet at its end
+    is_open: bool = False  # it leaves out a unit that some rank may come to use
+    clean_ends: int = 0  # at which ranks have met and nobody had left it
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Phase:
     reduced: set[int] = field(default_factory=set)
     tasks: dict[int, list[Use]] = field(default_factory=dict)  # active backward uses by graph task
     deviated: bool = False
-    was_open: bool = False  # the program that this rank has left
+    parted: bool = False  # some rank has left the program, and ranks meet at its end
     keeps_graph: bool = False  # retain_graph
 
     @property

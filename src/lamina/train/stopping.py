@@ -28,7 +28,7 @@ class Stopping:
         self.asked = ""  # the signal's name
         self.failure: str | None = None  # what went wrong on this rank, outside of what all ranks do together
         self._asked_at = 0.0
-        self._flags = Flags(control) if control.world > 1 else None
+        self._flags = Flags(control, control.group) if control.world > 1 else None
         self._read: Callable[[], list[bool]] | None = None
 
     @contextlib.contextmanager
