@@ -7,8 +7,8 @@
 
 Each way has processes of its own. The state is float32 parameters with AdamW's two moments (12 bytes a parameter),
 stepped once. Times are the slower rank's, medians over rounds; in every round the ways follow one another, so that a
-disturbance of the machine hits all; with `--apart` one way is done before the other begins, which takes half the
-memory. Blocked: how long the training thread waits for a save that goes on beside it;
+disturbance of the machine hits all; with `--apart` each round of a way has new processes, for half the memory and
+without a round to warm up. Blocked: how long the training thread waits for a save that goes on beside it;
 `copy`: one plain copy of the rank's own state into host memory that is there already, the floor for that; it is made
 just before each save beside training, and the ratio is of these pairs. On a GPU that memory is pinned, and times last
 until the device has nothing left to do.
@@ -276,17 +276,16 @@ class Ranks:
 
 def measure(setting: Setting, rounds: int, acts: Sequence[str], apart: bool) -> dict[str, Any]:
     seen: dict[str, dict[str, list[float]]] = {kind: {} for kind in WAYS}
-    state_bytes = 0
-    for kinds in [[kind] for kind in WAYS] if apart else [list(WAYS)]:
-        ways = {kind: Ranks(kind, setting) for kind in kinds}
-        state_bytes = next(iter(ways.values())).state_bytes
-        for number in range(rounds + 1):  # the first round warms up: buffers, groups, the page cache
-            for kind, ranks in ways.items():
-                one_round(setting, kind, ranks, acts, seen[kind] if number else {})
-        for kind, ranks in ways.items():
-            ranks.end()
-            for left in Path(setting.room).glob(f"{kind}-*"):
-                shutil.rmtree(left)
+    ways: dict[str, Ranks] = {}
+    for number in range(rounds + 1 - apart):  # the first round warms up: buffers, groups, the page cache
+        for kind in WAYS:
+            ranks = ways[kind] = ways.get(kind) or Ranks(kind, setting)
+            one_round(setting, kind, ranks, acts, seen[kind] if number or apart else {})
+            if apart:
+                end(setting, kind, ways.pop(kind))
+    for kind in list(ways):
+        end(setting, kind, ways.pop(kind))
+    state_bytes = ranks.state_bytes
     if "save_beside" in acts:
         ours = seen["lamina"]
         ours["blocked_per_copy"] = [a / b for a, b in zip(ours["save_beside_s"], ours["copy_s"], strict=True)]
@@ -297,6 +296,13 @@ def measure(setting: Setting, rounds: int, acts: Sequence[str], apart: bool) -> 
     worst = {kind: {key: max(values) for key, values in by.items()} for kind, by in seen.items()}
     setup = {"state_bytes": state_bytes, "rounds": rounds, "acts": list(acts), "apart": apart}
     return {**setup, "median": table, "largest": worst}
+
+
+def end(setting: Setting, kind: str, ranks: Ranks) -> None:
+    ranks.end()
+    Path(f"{setting.room}/store-{kind}").unlink(missing_ok=True)
+    for left in Path(setting.room).glob(f"{kind}-*"):
+        shutil.rmtree(left)
 
 
 def one_round(setting: Setting, kind: str, ranks: Ranks, acts: Sequence[str], into: dict[str, list[float]]) -> None:
@@ -363,7 +369,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=16.8e6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--acts", nargs="+", choices=ACTS, default=ACTS, help="what is measured")
-    parser.add_argument("--apart", action="store_true", help="one way after the other: half the memory")
+    parser.add_argument("--apart", action="store_true", help="a way's processes end with its round: half the memory")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not look at host memory")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")

@@ -347,6 +347,16 @@ def test_keep_last(tmp_path: Path) -> None:
         lamina.checkpoint.keep_last(tmp_path, 0)
 
 
+def test_links_do_not_count(tmp_path: Path) -> None:
+    first, second = (checkpoint(tmp_path / f"step-{n}", n) for n in range(2))
+    (tmp_path / "latest").symlink_to(second)
+    lamina.checkpoint.keep_last(tmp_path, 2)
+    assert first.exists() and lamina.latest(tmp_path) == str(second)
+    assert lamina.latest(tmp_path / "latest") == str(tmp_path / "latest")
+    second.rename(tmp_path / ".step-1.replaced")  # a crash between two renames: the link is one of it, too
+    assert folders.find(tmp_path / "latest") == tmp_path / ".step-1.replaced"
+
+
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x").touch()

@@ -179,6 +179,45 @@ def test_classes_that_are_gone_are_named(job: Job, tmp_path: Path, capsys: pytes
     assert run(tmp_path / "a", ["convert", "--to", "torch"]) == 0
 
 
+def test_a_save_through_a_link(job: Job, tmp_path: Path) -> None:
+    link = tmp_path / "newest"
+    for name in ("a", "not there yet"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / name)
+        for number in range(2):
+            job.save(link, extra=number)
+            assert link.is_symlink() and lamina.load(tmp_path / name, job.model) == number
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "newest", "not there yet"]
+
+
+def others(folder: Path) -> dict[str, str]:
+    """Files and folders that are no checkpoints, and what is said of them."""
+    torch.save([1, 2], folder / "list")
+    torch.save(torch.nn.Linear(2, 2), folder / "module")
+    (folder / "text").write_text("hello")
+    said = {
+        "list": "holds a list, and a state dict is wanted",
+        "module": "save its `state_dict()`",
+        "text": "cannot be",
+    }
+    for name, index in {"away": '{"weight_map": {"a": "../a.safetensors"}}', "no dict": "[]"}.items():
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors.index.json").write_text(index)
+        said[name] = "model.safetensors.index.json is damaged"
+    return said
+
+
+def test_what_is_no_checkpoint_is_named(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, words in others(tmp_path).items():
+        with pytest.raises(lamina.CheckpointError) as caught:
+            lamina.load(tmp_path / name, job.model)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+        for command in (["inspect"], *COMMANDS):
+            assert run(tmp_path / name, command) == 1
+            said = "".join(capsys.readouterr())
+            assert len(said.strip().splitlines()) == 1 and (words in said or "no checksums to compare" in said), said
+
+
 def test_tensors_without_plain_values_are_refused_by_name(job: Job, tmp_path: Path) -> None:
     for value in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         with pytest.raises(lamina.UsageError, match=r"extra\['v'\]\[0\] is a tensor (on meta|torch.sparse_coo)"):

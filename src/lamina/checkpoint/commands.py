@@ -16,6 +16,13 @@ from lamina.checkpoint.values import decode
 from lamina.errors import CheckpointError, LaminaError
 
 Format = Literal["lamina", "torch", "dcp", "hf"]
+_OTHERS = {
+    "torch": "a file",
+    "dcp": "a folder of torch.distributed.checkpoint",
+    "hf": "a Hugging Face folder",
+    "deepspeed": "a folder of DeepSpeed",
+}
+_NO_CHECKSUMS = {kind: f"{said}, which has no checksums to compare" for kind, said in _OTHERS.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,6 +82,10 @@ def verify(paths: tuple[Path, ...], /) -> int:
     console, wrong = rich.console.Console(), 0
     for path in paths:
         for each in _inside(path) or [path]:
+            if (kind := format_of(each)) != "lamina":
+                wrong += 1
+                console.print(f"[red]unknown[/red] {_plain(str(each))}: {_NO_CHECKSUMS[kind]}", soft_wrap=True)
+                continue
             try:
                 size_bytes = converting.verify_all(LaminaSource(folders.find(each)))
                 console.print(f"[green]whole[/green]   {_plain(str(each))} ({_size(size_bytes)})", soft_wrap=True)

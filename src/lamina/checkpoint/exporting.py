@@ -99,7 +99,7 @@ def export(
     control, what = runtime.control, f"exporting to {os.fspath(path)}"
     with at_place(control, "export", os.fspath(path)):
         BACKGROUND.finish(model)
-        target = Path(os.path.abspath(path))
+        target = Path(os.path.realpath(path))
         check_same_text(control, "arguments to export", [f"{target} {list(parameters)} {dtype} {file_bytes}"])
         files = together(control, lambda: _plan(target, runtime, model, parameters, dtype, file_bytes), what)
         first = control.rank == 0
@@ -163,6 +163,8 @@ def _in_file(dtype: torch.dtype, cast: torch.dtype | None, name: str) -> torch.d
 
 def lay_out_files(everything: Sequence[Exported], parameters: Sequence[str], file_bytes: int) -> list[ExportedFile]:
     """The tensors that the patterns choose, in files of at most `file_bytes`."""
+    if file_bytes < 1:
+        raise UsageError(f"file_bytes={file_bytes!r}: give the bytes of the largest file, at least 1")
     patterns = [parameters] if isinstance(parameters, str) else list(parameters)
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(t.name, pattern) for t in everything):

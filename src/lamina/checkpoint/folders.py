@@ -123,6 +123,7 @@ def sync_folder(path: Path) -> None:
 
 def find(path: Path) -> Path:
     """The folder of the checkpoint at `path`, also where a crash left it under its hidden name."""
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     earlier = _beside(path, "replaced")
     return earlier if not path.exists() and earlier.exists() else path
 
@@ -173,11 +174,13 @@ def complete(folder: Path) -> Manifest | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """The complete checkpoints in a folder, oldest first. Links are none of them: what they point to has a name."""
     if not folder.is_dir():
         return []
     found = []
     for entry in folder.iterdir():
+        if entry.is_symlink():
+            continue
         visible = entry
         if entry.name.startswith("."):
             if not entry.name.endswith(".replaced"):

@@ -78,7 +78,12 @@ class TorchSource(Source):
         try:
             saved = torch.load(where, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # zip, pickle, RuntimeError: whatever the file is not
-            raise CheckpointError(f"{where} cannot be read as a file of torch.save: {error}") from error
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            if said.startswith("Weights only load failed"):
+                said = "there are other objects than tensors in it, such as a whole module: save its `state_dict()`"
+            raise CheckpointError(f"{where} cannot be read as a file of torch.save: {said}") from error
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(f"{where} holds a {type(saved).__name__}, and a state dict is wanted")
         model = next((saved[key] for key in MODEL_KEYS if isinstance(saved.get(key), Mapping)), saved)
         optimizer = next((saved[key] for key in OPTIMIZER_KEYS if isinstance(saved.get(key), Mapping)), None)
         found = {name: value for name, value in model.items() if isinstance(value, Tensor)}

@@ -38,6 +38,10 @@ def _files_of(where: Path) -> list[str]:
     if not index.is_file():
         return sorted(path.name for path in where.glob("*.safetensors"))
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is damaged: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} is damaged: {name!r} is no name of a file of this folder")
+    return names

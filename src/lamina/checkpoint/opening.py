@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.checkpoint import deepspeed, folders
+from lamina.checkpoint.exporting import INDEX
 from lamina.checkpoint.foreign import DcpSource, Hints, TorchSource
 from lamina.checkpoint.huggingface import HuggingFaceSource
 from lamina.checkpoint.manifest import MANIFEST_NAME
@@ -19,7 +20,9 @@ def format_of(path: Path) -> str:
         return "dcp"
     if path.is_file():
         return "torch"
-    if any(not file.name.startswith("rank-") for file in path.glob("*.safetensors")):  # ours have lost their manifest
+    if (path / INDEX).exists() or any(
+        not file.name.startswith("rank-") for file in path.glob("*.safetensors")
+    ):  # ours have lost their manifest
         return "hf"
     return "deepspeed" if deepspeed.folder_of(path) is not None else "lamina"
 

@@ -107,7 +107,7 @@ class Look:
     @staticmethod
     def at(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> Look:
         """Local; raises what makes a save impossible."""
-        target = Path(os.path.abspath(path))
+        target = Path(os.path.realpath(path))  # a link goes on pointing where it points
         if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
             raise UsageError(f"save(path, model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
         folders.check_target(target)
