@@ -123,9 +123,10 @@ def _refuse_unsupported(optimizer: torch.optim.Optimizer, param: Shard) -> None:
     for base in type(optimizer).__mro__:
         if base.__name__ in _UNSUPPORTED and base.__module__.startswith("torch.optim"):
             why, instead = _UNSUPPORTED[base.__name__]
+            whole = "" if base.__name__ == "SparseAdam" else ', or keep parameters whole with `strategy="ddp"`'
             raise ShardOpError(
                 f"torch.optim.{base.__name__} cannot step the sharded {param.spec.describe()}: {why}. Use "
-                f'`{instead}` or `lamina.optim.AdamW`, or keep parameters whole with `strategy="ddp"`.'
+                f"`{instead}` or `lamina.optim.AdamW`{whole}."
             )
 
 

@@ -32,6 +32,7 @@ class SlotState(enum.Enum):
 
 
 _version_of = attrgetter("_version")
+_set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 WEIGHTY = (SlotState.WEIGHTS, SlotState.GATHERING)  # the weights are there, or on their way
 
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
@@ -124,10 +125,27 @@ def segment_views(layout: UnitLayout, buffer: Tensor) -> list[Tensor]:
     ]
 
 
+class FullParameter(nn.Parameter):
+    """A parameter while it is gathered.
+
+    torch's own `.data` hides writes from the version counter, by which a forward that changes its weights is known: it
+    would lose them without a word. This one counts them.
+    """
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+
 def bind(view: Tensor, requires_grad: bool) -> nn.Parameter:
     """A full parameter over `view` with a version counter of its own: writes to the slot do not reach it."""
-    full = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=False)
-    full.data = view
+    full = FullParameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=False)
+    _set_data(full, view)
     full.requires_grad_(requires_grad)
     return full
 

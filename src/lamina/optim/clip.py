@@ -197,8 +197,10 @@ def _groups_of(param: Tensor) -> Groups:
 
 
 def _is_flat(param: Tensor, place: Place) -> bool:
-    views = place.unit.gradients.views
-    return bool(views) and param.grad is views[place.position]
+    gradients = place.unit.gradients
+    if not gradients.views or param.grad is not gradients.views[place.position]:
+        return False
+    return type(param) is Shard or gradients.in_place([place.position])[0]
 
 
 def _extend(spread: Spread, place: Place) -> None:

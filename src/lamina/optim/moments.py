@@ -161,16 +161,18 @@ class Home:
         ]
 
     def _in_place(self) -> list[bool]:
-        """Whether each parameter still is a part of its unit's master."""
+        """Whether each parameter and its gradient's view still are parts of their unit's ranges."""
         assert self.unit is not None
         if self._is_sharded:
             if not all(map(is_, map(_local, self.params), self.unit.locals[self._first : self._end])):
                 self.unit.check_masters()  # names what was cast or moved, or brings it back
             return [True] * len(self.params)
         addresses = [param.data_ptr() for param in self.params]
+        found = self.unit.gradients.in_place(range(self._first, self._end))
         if addresses == self._addresses:
-            return [True] * len(addresses)
-        return [here == wanted for here, wanted in zip(addresses, self._addresses, strict=True)]
+            return found
+        same = zip(addresses, self._addresses, found, strict=True)
+        return [here == wanted and is_in_place for here, wanted, is_in_place in same]
 
     def _loose(self, i: int, grad: Tensor) -> int:
         param = self.params[i]

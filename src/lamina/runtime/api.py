@@ -35,6 +35,7 @@ from lamina.runtime.newcomers import parameters_beside
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
 from lamina.runtime.publishing import are_peers_worth_it, open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
+from lamina.runtime.refused_modules import refuse_renorming, refuse_scripted
 from lamina.runtime.unit import Unit
 from lamina.runtime.units import plan_units
 from lamina.transport.peer import Peers
@@ -191,9 +192,14 @@ def _plan(
     for name in entry_points:
         if not callable(getattr(model, name, None)):
             raise UsageError(f"entry_points={name!r}: {type(model).__name__} has no such method")
+    refuse_scripted(model)
     plans = plan_units(model, units, ignore=ignore, replicate=replicate, entry_points=entry_points)  # type: ignore[arg-type]
     check_sources(model, list(model.named_parameters()))
-    return draw_blueprint(model, plans, data, precision, slots)
+    blueprint = draw_blueprint(model, plans, data, precision, slots)
+    if data.world > 1:
+        copies = zip(blueprint.layouts, blueprint.plain, strict=True)
+        refuse_renorming(model, {spec.name for layout, is_plain in copies if is_plain for spec in layout.params})
+    return blueprint
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:

@@ -100,7 +100,7 @@ class ModuleHooks:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
         if torch.is_grad_enabled():
             frame = self.frames[-1]
-            tensors = tensors_in((args, kwargs) if kwargs else args)
+            tensors = _below_vmap(tensors_in((args, kwargs) if kwargs else args))
             frame.inputs, frame.input_count = nodes_of_inputs(tensors)
         return args, kwargs
 
@@ -140,9 +140,11 @@ class ModuleHooks:
             self.engine.phase = None  # the next root forward starts clean
             return
         if not failed:
-            tensors = tensors_in(output)
+            tensors = _below_vmap(tensors_in(output))
             self._check_aliases(frame, tensors)
-            self._check_writes(frame)
+            for unit, slot in zip(self.units, frame.slots, strict=True):
+                if slot is not None:
+                    unit.refuse_writes(slot, f"inside the forward of {self.title}")
             if torch.is_grad_enabled():
                 self._watch(frame, output, tensors)
         for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
@@ -182,18 +184,17 @@ class ModuleHooks:
                     "for other weights after the forward. Return `weight.clone()`"
                 )
 
-    def _check_writes(self, frame: Frame) -> None:
-        """What a forward writes into a full parameter is lost when it is given back."""
-        for unit, slot in zip(self.units, frame.slots, strict=True):
-            if slot is None or (found := slot.count_writes()) == slot.versions:
-                continue
-            changed = [old != new for old, new in zip(slot.versions, found, strict=True)]
-            slot.versions = found
-            raise StateError(
-                f"`{unit.layout.params[changed.index(True)].name}` was changed in place inside the forward of "
-                f"{self.title}, on its gathered copy, so that the change would be lost: use a buffer, or change the "
-                "parameter between steps (`with torch.no_grad(): p.clamp_(...)`; Embedding without max_norm=)"
-            )
+
+def _below_vmap(tensors: list[Tensor]) -> list[Tensor]:
+    """Inside `torch.vmap` a tensor is a wrapper without a node; autograd records what lies in it."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return tensors
+    found = []
+    for tensor in tensors:
+        while torch._C._functorch.is_batchedtensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        found.append(tensor)
+    return found
 
 
 def _storage(tensor: Tensor) -> int | None:

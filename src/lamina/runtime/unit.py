@@ -30,12 +30,13 @@ from lamina.core.shard_optim import COPIED
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
-from lamina.errors import ParameterChanged
+from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, Window, refresh_flat_weights
 
 _is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("local")
+_address_of = Tensor.data_ptr
 
 
 class Unit:
@@ -81,6 +82,7 @@ class Unit:
         self.published: list[Tensor] = []
         self.gone: frozenset[int] = frozenset()  # positions of parameters that have left the model
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
+        self._addresses: list[int] = []  # the same of parameters that are plain
 
     @property
     def slots(self) -> list[Slot]:
@@ -112,6 +114,7 @@ class Unit:
                 self._become(position, spec, local, [segment.owned(i, r) for r in range(segment.factor)])
                 position += 1
             self.masters.append(master)
+        self._note_addresses()
         self._make_published()
 
     def adopt_shards(self) -> None:
@@ -186,8 +189,22 @@ class Unit:
             for position, (param, full) in enumerate(zip(self.params, slot.fulls, strict=True)):
                 self._follow_requires_grad(position, full, param)
             self._followed[slot] = self.requires
+        if not forward:
+            self._freeze_late(slot)
         for module in self.recurrent:
             refresh_flat_weights(module)
+
+    def refuse_writes(self, slot: Slot, when: str) -> None:
+        """What is written into a full parameter is lost when its slot is given back."""
+        if (found := slot.count_writes()) == slot.versions:
+            return
+        changed = [old != new for old, new in zip(slot.versions, found, strict=True)]
+        slot.versions = found
+        raise StateError(
+            f"`{self.layout.params[changed.index(True)].name}` was changed in place {when}, on its gathered copy, so "
+            "that the change would be lost: use a buffer, or change the parameter between steps (`with "
+            "torch.no_grad(): p.clamp_(...)`; Embedding without max_norm=)"
+        )
 
     def shut_window(self) -> None:
         """One use less; with the last, the modules see the persistent parameters again."""
@@ -200,6 +217,17 @@ class Unit:
         self.window.shut()
         for module in self.recurrent:
             refresh_flat_weights(module)
+
+    def _freeze_late(self, slot: Slot) -> None:
+        """What was frozen since the forward gets no gradient; the next forward looks anew."""
+        with AS_PLAIN():
+            now = list(map(_is_trainable, self.params))
+        if now == self.requires:
+            return
+        for full, is_trainable in zip(slot.fulls, now, strict=True):
+            if not is_trainable:
+                full.requires_grad_(False)
+        self._followed[slot] = []
 
     def _follow_requires_grad(self, position: int, full: nn.Parameter, param: nn.Parameter) -> None:
         full.requires_grad_(param.requires_grad)
@@ -214,7 +242,7 @@ class Unit:
             requires = list(map(_is_trainable, self.params))
             if not (self.communicates or self.plain):
                 self._look_at_versions()
-        if not (self.plain or self._untouched()):
+        if not self._untouched():
             self.check_masters()
         if requires == self.requires:
             return False
@@ -251,7 +279,7 @@ class Unit:
 
     def check_masters(self) -> None:
         """Raise if a parameter was cast or moved; take back values that were given other memory."""
-        if self.plain or self._untouched():
+        if self._untouched():
             return
         for param, spec in zip(self.params, self.layout.params, strict=True):
             if param.dtype is not spec.master:
@@ -273,15 +301,8 @@ class Unit:
         return all(map(is_, map(_local_of, self.params), self.locals))
 
     def _in_place(self) -> bool:
-        position = 0
-        for segment, master in zip(self.layout.segments, self.masters, strict=True):
-            storage = master.untyped_storage().data_ptr()
-            for _ in segment.params:
-                local = local_of(self.params[position])
-                if local.numel() and local.untyped_storage().data_ptr() != storage:
-                    return False
-                position += 1
-        return True
+        """Of parameters that are plain: each still lies in its master."""
+        return list(map(_address_of, self.params)) == self._addresses
 
     def re_home(self) -> None:
         """Copy values that were given other memory (`.data =`, no-op casts) back into the masters."""
@@ -297,10 +318,17 @@ class Unit:
                     self.locals[position] = place
                     if isinstance(param, Shard):
                         param.local = place
+                        if param.spec.dirty is not self.dirty:  # `.to_empty()` and the like made another shard of it
+                            param.spec = replace(param.spec, dirty=self.dirty, geometry=param.spec.geometry)
                     else:
                         param.data = place.view(spec.shape)
                     position += 1
+        self._note_addresses()
         self.dirty.mark()
+
+    def _note_addresses(self) -> None:
+        if not self.communicates:
+            self._addresses = list(map(_address_of, self.params))
 
 
 def give_memory(param: nn.Parameter, value: Tensor) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import zip_longest
-from operator import attrgetter
+from itertools import chain, zip_longest
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
 
-_grad_of = attrgetter("grad")
+_grad_of, _local_of = attrgetter("grad"), attrgetter("local")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -35,6 +36,7 @@ class UnitGradients:
         self.ranges: list[Tensor] = []  # by segment, (S,) of the gradient, float32 or wider; empty until the first
         self.views: list[Tensor] = []  # what p.grad is; empty where frozen
         self._locals: list[Tensor] = []  # their `.local`, where they are Shards
+        self._places: list[tuple[int, int]] = []  # of views that are plain: segment, offset in bytes
         self._are_away = False  # their memory is with the allocator
         self.had = [False] * len(params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(params)  # the range holds this parameter's accumulated gradient
@@ -43,6 +45,7 @@ class UnitGradients:
         self.pending: dict[int, PendingGradient] = {}  # what p.grad is while sums of micro-batches wait
         self.standing: dict[int, tuple[int, int]] = {}  # sums wait beside a gradient: its id and version
         self.fresh = False  # plain: p.grad holds this backward's gradients only
+        self.hidden: list[tuple[dict[int, Any], dict[int, Any]]] = []  # plain: the user's hooks, and where they belong
 
     def make(self) -> None:
         """Allocate the gradient ranges, once."""
@@ -56,6 +59,7 @@ class UnitGradients:
         self.ranges = [nothing] * len(self.layout.segments)
         self.views = [nothing] * len(self.params)
         self._locals = [nothing] * sum(isinstance(param, Shard) for param in self.params)
+        self._places = [(0, 0)] * (len(self.params) - len(self._locals))
         for number in range(len(self.layout.segments)):
             self._make_range(number)
 
@@ -98,10 +102,12 @@ class UnitGradients:
                 self._locals[first + i] = local
             else:
                 self.views[first + i] = local.view(spec.shape) if segment.trainable else local
+                self._places[first + i] = number, offset * local.itemsize
 
     def note_existing(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make()
+        self.replace_moved_views()
         held = self._held_elsewhere()
         with AS_PLAIN():
             grads = list(map(_grad_of, self.params))
@@ -113,12 +119,53 @@ class UnitGradients:
                 if held is not None and held[i]:
                     self._leave_to_the_user(i)
                 continue
-            if not self.plain and self.params[i]._backward_hooks:
+            if self.params[i]._backward_hooks:
                 self.valid[i] = False  # hooks are to see the new gradient alone
                 self.earlier[i] = local_of(grad).clone()
             view = self.views[i]
             if grad is not view:
                 local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
+        if self.plain:
+            self._hide_hooks()
+
+    def replace_moved_views(self) -> None:
+        """`p.grad.data = ...`, `model.to_empty()` and the like give a view memory of its own: it is the user's then."""
+        if self._locals:
+            at_home = list(map(is_, map(_local_of, self.views), self._locals))
+        else:
+            at_home = self.in_place(range(len(self.views)))
+        for position, is_at_home in enumerate(at_home):
+            if not is_at_home:
+                self.views[position] = self._view(position)
+
+    def in_place(self, positions: Sequence[int]) -> list[bool]:
+        """Which views of plain parameters still lie in the ranges."""
+        starts = list(map(Tensor.data_ptr, self.ranges))
+        found = [self.views[i].data_ptr() for i in positions]
+        places = [self._places[i] for i in positions]
+        return [at == starts[number] + byte or at == 0 for (number, byte), at in zip(places, found, strict=True)]
+
+    def _view(self, position: int) -> Tensor:
+        """A new view of one parameter's part of the ranges."""
+        param = self.params[position]
+        if isinstance(param, Shard):
+            return Shard(self._locals[position], param.spec.derived)
+        number, byte = self._places[position]
+        spec, grad = self.layout.params[position], self.ranges[number]
+        start = byte // grad.itemsize
+        return grad[start : start + spec.numel].view(spec.shape)
+
+    def _hide_hooks(self) -> None:
+        """Of a plain unit autograd would call the user's hooks itself, with this rank's own gradient."""
+        for registry in chain(map(_hooks_of, self.params), map(_late_hooks_of, self.params)):
+            if registry:
+                self.hidden.append((registry, dict(registry)))
+                registry.clear()
+
+    def _show_hooks(self) -> None:
+        for registry, hooks in self.hidden:
+            registry.update(hooks | registry)
+        self.hidden = []
 
     def _held_elsewhere(self) -> list[bool] | None:
         """Which gradients anybody else refers to, as the object or as its `.local`; None: none of them."""
@@ -143,11 +190,13 @@ class UnitGradients:
 
     def bind(self, used: Sequence[bool]) -> None:
         """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
+        self._show_hooks()
+        is_reduced = self.fresh or not self.plain
         with AS_PLAIN():
             for param, grad, is_used in zip(self.params, self.views, used, strict=True):
                 if is_used and param.grad is not grad:
                     param.grad = grad
-            hooked = not self.plain and (any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params)))
+            hooked = is_reduced and (any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params)))
         if hooked:
             for position, is_used in enumerate(used):
                 if is_used:
