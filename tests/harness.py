@@ -30,6 +30,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ import harness_worker
 from harness_worker import Answer, Call, Settled
 
 START_TIMEOUT_S = 120.0  # a cold import of torch by four ranks on two busy cores
-GRACE_S = 4.0  # how long the others may go on once one rank has failed
+GRACE_S = 10.0  # how long the others may go on once one rank has failed: what they notice in one, on busy cores
 # a Gloo group has a thread that wakes a hundred times a second; a pool that collected so many is replaced
 MAX_GROUPS = 24
 
@@ -75,7 +76,7 @@ def configure(*, debug: bool) -> None:
     _settings.debug = debug
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `world` ranks at once and return what they returned, by rank.
 
     `fn` lives at module level (or is any other callable that pickle takes); it finds its rank with
@@ -160,11 +161,18 @@ atexit.register(shutdown)
 def _fork_server() -> ForkServerContext:
     """It has torch imported once: a new process then costs a tenth of a second instead of seconds."""
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo: the first torch.optim optimizer of a process imports it, 1.7 s of CPU time; a model of transformers
-    # costs as much, once in every rank that has one, and makes every later look for garbage there ten times as long.
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch._dynamo", "lamina", "transformers.modeling_utils"]
-    )
+    context.set_forkserver_preload(["harness_warm"])
+    # Python 3.11 forgets to hand the path to the server, which would pass over a module that it does not find
+    path = os.environ.get("PYTHONPATH")
+    folders = [str(Path(__file__).parent), *([path] if path else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if path is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = path
     return context
 
 
@@ -235,8 +243,11 @@ class _Pool:
         answers: dict[int, Any] = {}
         waiting = dict(zip(self._pipes, range(self.world), strict=True))
         deadline = time.monotonic() + timeout_s
+        failed = False
         while waiting and (left_s := deadline - time.monotonic()) > 0:
-            for ready in multiprocessing.connection.wait(list(waiting), timeout=left_s):
+            if failed and all(self._is_stopped(rank) for rank in waiting.values()):
+                break  # they say nothing more
+            for ready in multiprocessing.connection.wait(list(waiting), timeout=min(left_s, 1.0) if failed else left_s):
                 assert isinstance(ready, multiprocessing.connection.Connection)
                 rank = waiting.pop(ready)
                 try:
@@ -244,7 +255,7 @@ class _Pool:
                 except (EOFError, OSError):
                     answers[rank] = None
                 if answers[rank] is None or (isinstance(answers[rank], Answer) and answers[rank].error is not None):
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline, failed = min(deadline, time.monotonic() + GRACE_S), True
         return answers, set(waiting.values())
 
     def _sort(
@@ -269,6 +280,13 @@ class _Pool:
             errors[rank] = RankError("Hung", f"no answer within {waited}", self._stack(rank))
         return errors, results
 
+    def _is_stopped(self, rank: int) -> bool:
+        try:
+            stat = Path(f"/proc/{self._processes[rank].pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(") ")[2].startswith("T")
+
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.stack"
 
@@ -277,6 +295,8 @@ class _Pool:
         process, path = self._processes[rank], self._stack_file(rank)
         if process.pid is None or not process.is_alive():
             return ""
+        if self._is_stopped(rank):
+            return "(the process is stopped)"
         os.kill(process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and not path.read_text().endswith(" in <module>\n"):  # the last line of all

@@ -250,7 +250,7 @@ def run(name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", list(CASES))
 def test_calls_equal_one_process(name: str) -> None:
     tolerance = TOLERANCE if CASES[name].dtype is torch.float64 else 1e-5
-    for found in run_ranks(2, run, name, timeout=40):
+    for found in run_ranks(2, run, name):
         assert max(found.values()) <= tolerance, found
 
 

@@ -55,7 +55,7 @@ def run(name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_case_equals_one_process(world: int, name: str) -> None:
-    for found in run_ranks(world, run, name, timeout=40):
+    for found in run_ranks(world, run, name):
         assert max(found.values()) <= TOLERANCE, found
 
 

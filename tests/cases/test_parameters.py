@@ -209,7 +209,7 @@ def run(name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_parameters_of_every_kind_equal_one_process(name: str) -> None:
-    for found in run_ranks(2, run, name, timeout=40):
+    for found in run_ranks(2, run, name):
         assert max(found.values()) <= TOLERANCE, found
 
 

@@ -40,7 +40,7 @@ def structures(names: tuple[str, ...], slots: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("world", "names", "slots"), [(2, PATHWISE, 1), (3, PATHWISE, 3), (2, LATE, 1)])
 def test_structures(world: int, names: tuple[str, ...], slots: int) -> None:
-    for found in run_ranks(world, structures, names, slots, timeout=40):
+    for found in run_ranks(world, structures, names, slots):
         assert max(found.values()) <= TOLERANCE, found
 
 
@@ -55,7 +55,7 @@ def paths(checkpointing: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 def test_forwards_and_backwards_in_any_order(checkpointing: str) -> None:
-    for found in run_ranks(2, paths, checkpointing, timeout=40):
+    for found in run_ranks(2, paths, checkpointing):
         assert max(found.values()) <= TOLERANCE, found
 
 
@@ -77,7 +77,7 @@ def packs() -> dict[str, float]:
 
 
 def test_outputs_of_any_type() -> None:
-    for found in run_ranks(2, packs, timeout=40):
+    for found in run_ranks(2, packs):
         assert max(found.values()) <= TOLERANCE, found
 
 
@@ -104,7 +104,7 @@ def penalties() -> dict[str, float]:
 
 
 def test_gradient_penalties_inside_keep() -> None:
-    for found in run_ranks(2, penalties, timeout=40):
+    for found in run_ranks(2, penalties):
         assert max(found.values()) <= TOLERANCE, found
 
 

@@ -50,7 +50,7 @@ def stop_shortly() -> None:
 
 def wake_the_other(pid: int) -> None:
     """Let a stopped process go on before it has been stopped for too long."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (stat := watch_evidence._stat(pid)) is not None and stat[0] != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(SHORT.stopped_s / 3)

@@ -123,7 +123,7 @@ def part_of_the_ranks() -> float | None:
 
 
 def test_two_of_four_ranks() -> None:
-    idle, first, other_idle, second = run_ranks(4, part_of_the_ranks, timeout=20)
+    idle, first, other_idle, second = run_ranks(4, part_of_the_ranks)
     assert idle is None and other_idle is None
     assert max(first, second) <= TOLERANCE
 
@@ -301,7 +301,7 @@ def part_deviation(
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 @pytest.mark.parametrize("own_clip", [False, True])
 def test_a_tensor_parallel_pair_inside_units_equals_one_process(strategy: str, own_clip: bool) -> None:
-    assert max(run_ranks(4, tensor_parallel, strategy, own_clip, timeout=30)) <= TOLERANCE
+    assert max(run_ranks(4, tensor_parallel, strategy, own_clip)) <= TOLERANCE
 
 
 def test_parts_that_would_stay_plain_are_refused() -> None:

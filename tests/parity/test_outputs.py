@@ -229,7 +229,7 @@ def caught(where: str, strategy: str, slots: int) -> float:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_caught_error_leaves_a_clean_start(where: str, strategy: str) -> None:
     for slots in (1, 3):
-        assert max(run_ranks(2, caught, where, strategy, slots, timeout=20)) <= TOLERANCE
+        assert max(run_ranks(2, caught, where, strategy, slots)) <= TOLERANCE
 
 
 def skipped_loss() -> float:

@@ -55,7 +55,7 @@ UNEVEN = ("skipping", "experts", "sometimes", "unused", "motley", "tied", "lora 
 @pytest.mark.parametrize(("world", "name"), [(2, n) for n in STRUCTURES] + [(3, n) for n in UNEVEN])
 def test_structure_equals_one_process(world: int, name: str) -> None:
     strategies = ["zero3", "ddp", "zero2"] if world == 2 else ["zero3", "zero3", "zero1"]
-    for found in run_ranks(world, run_structure, name, recipes_of(name), strategies, timeout=30):
+    for found in run_ranks(world, run_structure, name, recipes_of(name), strategies):
         assert max(found.values()) <= TOLERANCE, found
 
 

@@ -247,7 +247,7 @@ def meta_on_one(start: str) -> Values:
 def test_weights_on_rank_0_only_are_broadcast() -> None:
     torch.manual_seed(SEED)
     mine = {key: p.detach() for key, p in Resetting().named_parameters()}
-    for values in run_ranks(2, meta_on_one, "broadcast", timeout=20):
+    for values in run_ranks(2, meta_on_one, "broadcast"):
         assert_same({key: values[key] for key in mine}, mine)
 
 
