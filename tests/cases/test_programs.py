@@ -124,7 +124,10 @@ def hooked(model: nn.Module, data: Callable[[int], Tensor]) -> None:
             optimizer.zero_grad()
         if step == 1:
             removed.remove()
-    assert counts == [4]
+    backward(model, data(4))
+    model.blocks[0](data(5)).pow(2).mean().backward()  # the others' gradients stand, their hooks rest
+    optimizer.step()
+    assert counts == [5]
 
 
 def stepped_in_backward(model: nn.Module, data: Callable[[int], Tensor]) -> None:

@@ -160,13 +160,13 @@ class Gradients:
         for index in complete:
             unit = self.units[index]
             unit.gradients.forget_pending()
-            unit.gradients.bind([a or b for a, b in zip(used[index], unit.gradients.had, strict=True)])
+            unit.gradients.bind(used[index])
             unit.gradients.touched = [False] * len(unit.params)
         for unit in self.units:
             if unit.plain and unit.gradients.fresh and not unit.kept:
                 unit.gradients.fresh = False
                 if unit.index not in complete:
-                    unit.gradients.bind(unit.gradients.had)
+                    unit.gradients.show_existing()
         for index, partial in self.reducer.partials.items():
             self.units[index].gradients.hold_places(sums_of_others=partial.climbed > 0)
         if self._tokens is not None and not self.reducer.partials:
@@ -215,7 +215,7 @@ class Gradients:
                 unit.gradients.fresh = False
                 for param in unit.params:
                     param.grad = None
-                unit.gradients.bind(unit.gradients.had)
+                unit.gradients.show_existing()
                 if unit.index in self.reducer.partials:
                     unit.gradients.hold_places(sums_of_others=self.reducer.partials[unit.index].climbed > 0)
 

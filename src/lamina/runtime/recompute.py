@@ -58,7 +58,8 @@ class RecomputedForward:
     selective: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # torch's checkpoint cannot be mapped
+        if in_transform or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if self.selective:
             kwargs["context_fn"] = _selective_contexts

@@ -8,9 +8,9 @@ gradient that somebody still refers to keeps its values, and hooks on parameters
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
-from operator import attrgetter, is_
+from operator import attrgetter, is_, or_
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class UnitGradients:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make()
         self.replace_moved_views()
+        self.earlier = {}
         held = self._held_elsewhere()
         with AS_PLAIN():
             grads = list(map(_grad_of, self.params))
@@ -189,18 +190,31 @@ class UnitGradients:
             self.views[position] = place
 
     def bind(self, used: Sequence[bool]) -> None:
-        """After the last reduction of a backward: p.grad where any rank used the parameter; the user's hooks."""
-        self._show_hooks()
-        is_reduced = self.fresh or not self.plain
+        """After the last reduction of a backward: p.grad where any rank used the parameter; there the user's hooks.
+
+        A gradient that was there before stays.
+        """
+        self._show(map(or_, used, self.had))
         with AS_PLAIN():
-            for param, grad, is_used in zip(self.params, self.views, used, strict=True):
-                if is_used and param.grad is not grad:
+            hooked = any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params))
+        if not hooked and not self.earlier:
+            return
+        for position, is_used in enumerate(used):
+            if is_used:
+                self._call_hooks(position, self.params[position], self.views[position])
+            elif position in self.earlier:
+                local_of(self.views[position]).add_(self.earlier.pop(position))
+
+    def show_existing(self) -> None:
+        """No reduction came: a plain parameter shows the gradient that was set aside."""
+        self._show(self.had)
+
+    def _show(self, which: Iterable[bool]) -> None:
+        self._show_hooks()
+        with AS_PLAIN():
+            for param, grad, is_shown in zip(self.params, self.views, which, strict=True):
+                if is_shown and param.grad is not grad:
                     param.grad = grad
-            hooked = is_reduced and (any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params)))
-        if hooked:
-            for position, is_used in enumerate(used):
-                if is_used:
-                    self._call_hooks(position, self.params[position], self.views[position])
 
     def hold_places(self, sums_of_others: bool) -> None:
         """Sums wait: p.grad shows it where this rank has contributed and there was no gradient; else that one stands.
