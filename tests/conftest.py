@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import sys
+from collections.abc import Generator
+
 import pytest
 
 import harness
+
+gc.disable()  # until all is collected: what is imported until then stays
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,6 +22,26 @@ def pytest_configure(config: pytest.Config) -> None:
     harness.configure(debug=config.getoption("--lamina-debug"))
     # else pytest-xdist sorts the files anew, by their number of tests, which says nothing of their time
     config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each process of pytest-xdist collects all files; one rewrites a file's assertions, the others read its bytecode.
+
+    To rewrite them is two fifths of what collecting costs.
+    """
+    if not isinstance(collector, pytest.Module) or sys.dont_write_bytecode:
+        return (yield)
+    with collector.path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing it gives it back
+        return (yield)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
