@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
+
+from harness import run_alone
+from lamina import ship
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 SENDER = """
@@ -78,15 +83,15 @@ SENDER = """
     check(Box(5))
     sys.stdout.buffer.write(ship.dumps((check, Box(5), lambda: Size(3, tags=[1]))))
 """
-RECEIVER = """
-import sys; sys.path.insert(0, {source!r})
-from lamina import ship
-check, box, size = ship.loads(sys.stdin.buffer.read())
-assert check(box) == "arrived" and size().tags == [1]
-assert type(size()) is sys.modules["__main__"].Size
-import inspect
-assert "def check(box)" in inspect.getsource(check)
-"""
+
+
+def receive(sent: bytes) -> None:
+    """In a new process, whose `__main__` is as empty as that of a rank."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    check, box, size = ship.loads(sent)
+    assert check(box) == "arrived" and size().tags == [1]
+    assert type(size()) is main.Size
+    assert "def check(box)" in inspect.getsource(check)
 
 
 def test_what_main_defines_arrives(tmp_path: Path) -> None:
@@ -95,6 +100,4 @@ def test_what_main_defines_arrives(tmp_path: Path) -> None:
     sent = subprocess.run([sys.executable, str(script)], capture_output=True)
     assert sent.returncode == 0, sent.stderr.decode()
     script.unlink()  # the source travels too
-    receiver = [sys.executable, "-c", RECEIVER.format(source=SOURCE)]
-    received = subprocess.run(receiver, input=sent.stdout, capture_output=True)
-    assert received.returncode == 0, received.stderr.decode()
+    run_alone(receive, sent.stdout)
