@@ -224,11 +224,12 @@ def test_data_files_are_safetensors_and_read_by_ranges(tmp_path: Path, staging_b
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     values, staging = tensors(), torch.empty(STAGING_BYTES, dtype=torch.uint8)
+    values["big"] = values["big"][: 8 * BLOCK_BYTES // 4 + 77]  # as few blocks as two threads are started for
     path = tmp_path / "f.safetensors"
     written = write(path, values)
     size, crc = written.size_bytes, f"{written.header_crc32:08x}"
 
-    def read_all(threads: int = 3, at_once: bool = True) -> None:
+    def read_all(threads: int = 2, at_once: bool = True) -> None:
         file = DataFile(path, size, crc, threads)
         for key, place in file.placed.items():
             numel = torch.Size(place.shape).numel()
@@ -242,7 +243,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[at] ^= 4
         path.write_bytes(data)
-        for threads, at_once in ((1, False), (3, False), (1, True), (3, True)):
+        for threads, at_once in ((1, False), (2, False), (1, True), (2, True)):
             with pytest.raises(lamina.CheckpointError, match=str(path)):
                 read_all(threads, at_once)
         data[at] ^= 4
