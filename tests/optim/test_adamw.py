@@ -359,7 +359,7 @@ def test_memory_and_precision() -> None:
     run_ranks(2, memory_and_precision)
 
 
-@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1"])
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1", True])
 def test_a_norm_that_is_none_is_refused(max_norm: Any) -> None:
     with pytest.raises(UsageError, match="max_norm"):
         AdamW([nn.Parameter(torch.ones(1))], max_norm=max_norm)

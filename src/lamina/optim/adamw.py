@@ -109,7 +109,8 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         if fused is False:
             raise UsageError("lamina.optim.AdamW is always fused: leave `fused` out, or use torch.optim.AdamW")
-        if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+        is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+        if max_norm is not None and not (is_number and max_norm > 0):
             raise UsageError(f"lamina.optim.AdamW(max_norm={max_norm!r}): a positive number, or None not to clip")
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable, fused=True
