@@ -163,6 +163,27 @@ def hooked_and_failed(model: nn.Module, data: Callable[[int], Tensor]) -> None:
     train(model, data, range(2), optimizer)
 
 
+def double_weight(module: nn.Module, args: Any) -> None:
+    module[0].weight.data.mul_(2.0)
+
+
+def refused_once(model: nn.Module, data: Callable[[int], Tensor]) -> None:
+    """After a forward that was refused the model is as between steps: an optimizer built then holds its parameters."""
+    if isinstance(model.first.weight, lamina.Shard):
+        handle = model.blocks[1].register_forward_pre_hook(double_weight)
+        with pytest.raises(lamina.StateError, match="in place"):
+            model(data(9))
+        handle.remove()
+    train(model, data, range(2))
+
+
+def marked(model: nn.Module, data: Callable[[int], Tensor]) -> None:
+    """What a user notes on a parameter is there while it is gathered, too."""
+    model.first.weight.scale = 2.0
+    model.first.register_forward_hook(lambda m, args, out: out * m.weight.scale)
+    train(model, data, range(2))
+
+
 def mapped(model: nn.Module, data: Callable[[int], Tensor]) -> None:
     """`torch.vmap` over samples, of the model and of a part of it, once nested."""
     optimizer = sgd(model)
@@ -187,6 +208,8 @@ RIGHT: tuple[Program, ...] = (
     hooked,
     stepped_in_backward,
     hooked_and_failed,
+    refused_once,
+    marked,
     mapped,
 )
 
@@ -271,16 +294,16 @@ def normalising() -> nn.Module:
     return Normalising(WIDTH, WIDTH)
 
 
-def clamped_by_hook() -> nn.Module:
-    module = nn.Linear(WIDTH, WIDTH)
-    module.register_forward_pre_hook(lambda m, args: m.weight.data.clamp_(-0.1, 0.1).sum() and None)
+def doubled_by_hook() -> nn.Module:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    module.register_forward_pre_hook(double_weight)
     return module
 
 
 WRITERS = {
     clamping: "blocks.0.weight",
     normalising: "blocks.0.weight",
-    clamped_by_hook: "blocks.0.weight",
+    doubled_by_hook: "blocks.0.0.weight",
     Quantising: "blocks.0.codes",
     Shrinking: "blocks.0.inner.weight",
 }
@@ -291,6 +314,16 @@ def test_a_write_through_data_in_a_forward_is_named(build: Callable[[], nn.Modul
     for way, grad in ((WAYS[0], True), (WAYS[2], False)):
         words = [WRITERS[build], "in place"]
         expect_error(2, written, build, way, grad, error="StateError", contains=words, timeout=15)
+
+
+class Replacing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.Parameter(self.weight.detach() * 0.9)
+        return super().forward(x)
+
+
+def replaced_in_forward() -> None:
+    written(lambda: Replacing(WIDTH, WIDTH), WAYS[0], grad=True)
 
 
 def cast_copies() -> None:
@@ -308,6 +341,7 @@ def scripted() -> None:
 
 
 NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
+    replaced_in_forward: ("ParameterChanged", ["blocks.0.weight", "replaced"]),
     cast_copies: ("ParameterChanged", ["float16", "weight"]),
     renormed_copies: ("UsageError", ["0.weight", "max_norm"]),
     scripted: ("UsageError", ["`1`", "torch.jit"]),

@@ -126,8 +126,7 @@ class ModuleHooks:
             for unit in self.units:
                 slots.append(engine.enter(unit, Op.FORWARD))
         except BaseException:
-            self.frames.pop()
-            engine.phase = None  # the next root forward starts clean
+            self._abandon(self.frames.pop())
             raise
 
     @_outside_modes
@@ -137,20 +136,37 @@ class ModuleHooks:
         error = sys.exc_info()[1]
         failed = error is not None and error is not frame.error_before
         if failed and isinstance(error, LaminaError):
-            self.engine.phase = None  # the next root forward starts clean
+            self._abandon(frame)
             return
         if not failed:
-            tensors = _below_vmap(tensors_in(output))
-            self._check_aliases(frame, tensors)
-            for unit, slot in zip(self.units, frame.slots, strict=True):
-                if slot is not None:
-                    unit.refuse_writes(slot, f"inside the forward of {self.title}")
-            if torch.is_grad_enabled():
-                self._watch(frame, output, tensors)
+            try:
+                self._look_at(frame, output)
+            except BaseException:
+                self._abandon(frame)
+                raise
         for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
             self.engine.leave(unit, slot)
         if frame.owns_phase:
             self.engine.end_forward()
+
+    def _abandon(self, frame: Frame) -> None:
+        """After an error of ours: the next root forward starts clean, and until then the model is as between steps."""
+        self.engine.phase = None
+        if frame.owns_phase:
+            for unit in self.engine.units:
+                if unit.windows and not unit.plain:
+                    unit.swap_out()
+
+    def _look_at(self, frame: Frame, output: Any) -> None:
+        """Refuse what would be lost or read too late; watch for the backward."""
+        tensors = _below_vmap(tensors_in(output))
+        self._check_aliases(frame, tensors)
+        for unit, slot in zip(self.units, frame.slots, strict=True):
+            if slot is not None:
+                unit.refuse_writes(slot, f"inside the forward of {self.title}")
+                unit.window.check_shown()
+        if torch.is_grad_enabled():
+            self._watch(frame, output, tensors)
 
     def _watch(self, frame: Frame, output: Any, tensors: list[Tensor]) -> None:
         nodes = nodes_of_outputs(tensors, frame.inputs)

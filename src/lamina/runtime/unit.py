@@ -37,6 +37,9 @@ from lamina.runtime.windows import Entry, Window, refresh_flat_weights
 
 _is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("local")
 _address_of = Tensor.data_ptr
+_OWN_ATTRIBUTES = frozenset(
+    {"local", "spec", "geometry", "_is_param"}
+)  # of a Shard; others on a parameter are the user's
 
 
 class Unit:
@@ -182,6 +185,8 @@ class Unit:
         if shown is None:
             shown = self._shown[slot] = self.window.values(slot.fulls)
             self._followed[slot] = self.expected
+            for param, full in zip(self.params, slot.fulls, strict=True):
+                full.__dict__.update((name, vars(param)[name]) for name in vars(param).keys() - _OWN_ATTRIBUTES)
         if self.windows == 0:
             self.window.check()
         self.window.show(shown)

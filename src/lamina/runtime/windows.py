@@ -14,7 +14,10 @@ from operator import is_, setitem
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lamina.core.slots import FullParameter
 from lamina.errors import ParameterChanged
+
+_SHOWN = {FullParameter}
 
 
 @dataclass
@@ -46,6 +49,15 @@ class Window:
 
     def shut(self) -> None:
         self.show(self._persistent)
+
+    def check_shown(self) -> None:
+        """The modules still hold what `show` gave them: another parameter would be lost when the window shuts."""
+        if set(map(type, map(dict.get, self._dicts, self._names))) <= _SHOWN:
+            return
+        for entry in self.entries:
+            found = entry.parameters.get(entry.attribute)
+            if type(found) is not FullParameter:
+                raise ParameterChanged(_replaced(entry, found))
 
     def check(self) -> None:
         """The modules still hold the parameters that were sharded."""
