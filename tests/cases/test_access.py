@@ -129,7 +129,7 @@ def full_state_dicts() -> tuple[int, float]:
 
 def test_full_state_dicts_do_not_add_up() -> None:
     for grown, worst in run_ranks(2, full_state_dicts):
-        assert grown == 0 and worst == 0
+        assert abs(grown) < 20 and worst == 0  # one each would be 20; a tensor of an earlier test may come or go
 
 
 def frozen_newcomer() -> None:
