@@ -13,7 +13,7 @@ Gloo on the loopback interface, and keep their default process group until the s
 A rank that raises gives one `RankFailure` in the test; a rank that dies or hangs costs the pool of that world, and the
 next call starts a new one. After every call the ranks run one collective on the default group: a test that left it out
 of step is not allowed to spoil the next one. `run_alone` is for what must begin in a process of its own, without ranks.
-The worker's half is harness_worker.py.
+The worker's half is harness_worker.py; what all processes have imported is harness_warm.py.
 """
 
 from __future__ import annotations
