@@ -105,7 +105,7 @@ USE = """
     assert result == (10.0 * RANKS, Config(8, [1]), Color.RED, Pair(3)), result
     print("all", "fine")
 """
-END_S = 3.0 * 4  # three seconds are promised, of which ranks are given one; on two busy cores all takes its time
+END_S = 3.0  # promised
 ON_ONE = USE.replace("RANKS = 2", "RANKS = 1")
 
 
@@ -271,6 +271,7 @@ def test_a_died_rank_ends_the_others() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "launcher killed"])
 def test_all_ranks_end_soon(tmp_path: Path, how: signal.Signals) -> None:
+    """In one of three tries: a busy machine may hold up one."""
     script = tmp_path / "script.py"
     script.write_text(
         program(
@@ -290,6 +291,14 @@ def test_all_ranks_end_soon(tmp_path: Path, how: signal.Signals) -> None:
             """
         )
     )
+    took_s = [seconds_to_end(script, how)]
+    while min(took_s) >= END_S and len(took_s) < 3:
+        took_s.append(seconds_to_end(script, how))
+    assert min(took_s) < END_S, took_s
+
+
+def seconds_to_end(script: Path, how: signal.Signals) -> float:
+    """From the signal to the launcher until it and its ranks are gone."""
     process = start([str(script)])
     assert process.stdout is not None
     ranks = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
@@ -297,12 +306,12 @@ def test_all_ranks_end_soon(tmp_path: Path, how: signal.Signals) -> None:
     process.send_signal(how)
     begin = time.monotonic()
     _, errors = process.communicate(timeout=60)
-    while any(alive(rank) for rank in ranks) and time.monotonic() - begin < END_S:
+    while any(alive(rank) for rank in ranks) and time.monotonic() - begin < 60:
         time.sleep(0.02)
     assert not any(alive(rank) for rank in ranks)
     if how == signal.SIGINT:
-        assert time.monotonic() - begin < END_S
         assert errors.rstrip().endswith("KeyboardInterrupt") and errors.count("Traceback") == 1
+    return time.monotonic() - begin
 
 
 def test_under_torchrun_the_function_is_just_called(tmp_path: Path) -> None:
