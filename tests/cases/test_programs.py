@@ -214,11 +214,11 @@ RIGHT: tuple[Program, ...] = (
 )
 
 
-def run_programs(ways: tuple[Way, ...]) -> dict[str, float]:
+def run_programs(programs: tuple[Program, ...], ways: tuple[Way, ...]) -> dict[str, float]:
     """Largest deviation of any parameter that a program leaves, by program and way."""
     found = {}
     rank, world = dist.get_rank(), dist.get_world_size()
-    for program in RIGHT:
+    for program in programs:
         plain = seeded(linears)
         program(plain, lambda step: torch.cat([batch_of(r, step) for r in range(world)]))
         expected = {name: param.detach().clone() for name, param in plain.named_parameters()}
@@ -231,9 +231,14 @@ def run_programs(ways: tuple[Way, ...]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("world", "ways"), [(2, (WAYS[0], WAYS[2], WAYS[3])), (3, (Way("zero2"),))])
-def test_programs_equal_one_process(world: int, ways: tuple[Way, ...]) -> None:
-    for found in run_ranks(world, run_programs, ways):
+THREE = (emptied, gradients_assigned, frozen_late, hooked, mapped)
+
+
+@pytest.mark.parametrize(
+    ("world", "programs", "ways"), [(2, RIGHT, (WAYS[0], Way("ddp"))), (3, THREE, (Way("zero2", "peer"),))]
+)
+def test_programs_equal_one_process(world: int, programs: tuple[Program, ...], ways: tuple[Way, ...]) -> None:
+    for found in run_ranks(world, run_programs, programs, ways):
         wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}
         assert not wrong, wrong
 
