@@ -108,6 +108,37 @@ def test_an_error_inside_keep_leaves_earlier_gradients(strategy: str) -> None:
     run_ranks(2, let_go_after_an_error, strategy)
 
 
+def fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def keep_after_a_failed_backward(strategy: str, transport: str) -> None:
+    """The weights changed after it: `keep` must not hold what that backward had gathered."""
+    rank = torch.distributed.get_rank()
+    model, plain = lamina.shard(build(), strategy, units=[nn.Linear], transport=transport), build()
+    with pytest.raises(ZeroDivisionError):
+        handle = model[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        model(tokens_of(rank, 0)).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(1.5)
+    with lamina.keep(model[2]):
+        found = model(tokens_of(rank, 0))
+        found.sum().backward()
+    for r in (0, 1):
+        (plain(tokens_of(r, 0)).sum() / 2).backward()
+    torch.testing.assert_close(found, plain(tokens_of(rank, 0)), rtol=0, atol=1e-12)
+    assert_gradients(model, [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("transport", ["c10d", "peer"])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
+def test_keep_after_a_failed_backward_holds_the_weights_of_now(strategy: str, transport: str) -> None:
+    run_ranks(2, keep_after_a_failed_backward, strategy, transport)
+
+
 def run_out(strategy: str) -> None:
     """Rank 0 has three batches, rank 1 two: the third is rank 0's alone."""
     rank = torch.distributed.get_rank()

@@ -403,6 +403,9 @@ class Engine:
 
     def keep(self, units: Sequence[Unit]) -> None:
         """Gather units and hold them. Collective."""
+        if self.is_stale():
+            self.phase = None
+            self.residency.clear()
         if self.phase is None:
             self._drop_stale()
             self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units)
