@@ -119,7 +119,7 @@ def job(rank: int, room: str, width: int, harms: list[Harm], pipe: Any) -> None:
                 lamina.save(runs / "new", model, optimizer, wait=harm.wait)
                 lamina.checkpoint.finish()
             except lamina.CheckpointError as error:
-                said = str(error)
+                said = str(error).replace(str(disk), "DISK")
             seconds = time.perf_counter() - begin
         wanted = {"good", "new"} if harm.kind == "slow" else {"good"}
         left = sorted({entry.name for entry in runs.iterdir()} - wanted)
