@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from model import SIZES, Model
+from model import SIZES, Block, Model
 
 WAYS = ("bound", "reference", "fsdp2-fp32", "fsdp2-bf16", "lamina")
 LENGTH = 2048
@@ -137,10 +138,12 @@ def graphed(step: Callable[..., Tensor], rate: Tensor) -> Step:
     return call
 
 
-def fsdp2(size: str, reduce: torch.dtype) -> Step:
+def fsdp2(size: str, reduce: torch.dtype, compiles: bool = False) -> Step:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = seeded(size)
+    for block in model.blocks if compiles else ():
+        block.compile()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
@@ -150,6 +153,43 @@ def fsdp2(size: str, reduce: torch.dtype) -> Step:
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+
+def fsdp1(size: str) -> Step:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = FullyShardedDataParallel(
+        seeded(size),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        use_orig_params=True,
+        forward_prefetch=True,
+        device_id=torch.cuda.current_device(),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return training_step(model, optimizer, clip=lambda: model.clip_grad_norm_(1.0))
+
+
+def ddp(size: str) -> Step:
+    """fp32 weights and gradients, computed under autocast: how DDP is used with mixed precision."""
+    model = nn.parallel.DistributedDataParallel(seeded(size), gradient_as_bucket_view=True)
+    return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), autocast=True)
+
+
+def megatron_fsdp(size: str) -> Step:
+    """bf16 weights and wire, fp32 masters and gradients."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = seeded(size).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
+    )
+    model, optimizer = fully_shard(
+        model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=3, mixed_precision_policy=policy
+    )
+    return training_step(model, optimizer)
 
 
 def lamina_way(size: str, transport: str = "c10d", captures: bool = False, compiles: bool = False) -> Step:
@@ -183,11 +223,20 @@ def seeded(size: str) -> Model:
         return Model(size)
 
 
-def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], object] | None = None,
+    autocast: bool = False,
+) -> Step:
+    if clip is None:
+        clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+
     def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
-        loss = model(tokens, targets)
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = model(tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip()
         set_rate(optimizer, number)
         optimizer.step()
         optimizer.zero_grad()
@@ -253,12 +302,17 @@ BUILDERS: dict[str, Callable[[str], Step]] = {
     "reference": reference,
     "fsdp2-fp32": lambda size: fsdp2(size, torch.float32),
     "fsdp2-bf16": lambda size: fsdp2(size, torch.bfloat16),
+    "fsdp1": fsdp1,
+    "ddp": ddp,
+    "megatron": megatron_fsdp,
     "lamina": lamina_way,
     "lamina-peer": lambda size: lamina_way(size, "peer"),
     "bound-captured": lambda size: bound(size, captures=True),
     "lamina-captured": lambda size: lamina_way(size, captures=True),
     "lamina-peer-captured": lambda size: lamina_way(size, "peer", captures=True),
     "bound-compiled": lambda size: bound(size, compiles=True),
+    "fsdp2-compiled": lambda size: fsdp2(size, torch.float32, compiles=True),
+    "lamina-compiled": lambda size: lamina_way(size, compiles=True),
     "lamina-peer-compiled": lambda size: lamina_way(size, "peer", compiles=True),
 }
 

@@ -14,7 +14,6 @@ from model import SIZES, Model
 
 import lamina
 
-SIZES["8b"] = (4096, 32, 32, 8, 14336, 128256)
 LENGTH = 2048
 
 

@@ -72,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--save", type=Path, default=None)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="number of the first row to run")
     parser.add_argument("--child", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -79,7 +80,7 @@ def main() -> None:
         child(options.child, options.result)
         return
     found = []
-    for number, row in enumerate(rows_of(options.gpus)):
+    for number, row in list(enumerate(rows_of(options.gpus)))[options.first :]:
         with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
             command = [
                 sys.executable,
