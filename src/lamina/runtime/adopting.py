@@ -120,9 +120,7 @@ def _refuse_moment(runtime: Runtime) -> None:
         )
     if "enter" in vars(engine):  # its methods are tapped
         raise StateError("lamina.adopt() inside lamina.trace(): leave it first, and trace the steps that follow")
-    if engine.phase is not None or any(unit.windows for unit in runtime.units):
-        engine.phase = None  # an error has ended a step; what it left open is closed, as at the next forward
-        engine.residency.clear()
+    engine.close_failed()
     if any(unit.alive_uses for unit in runtime.units):
         gc.collect()  # the frames of an error that was caught may hold a graph in a circle
     alive = next((unit for unit in runtime.units if unit.alive_uses), None)

@@ -81,9 +81,7 @@ class Engine:
 
     def begin_forward(self, owner: object, entry: str) -> None:
         """A root forward begins: clear what an earlier step left, drop weights that may be stale."""
-        if self.phase is not None or any(unit.windows for unit in self.units):
-            self.phase = None
-            self.residency.clear()
+        self.close_failed()
         self.last_forward = next(_forwards)
         if self.newcomers is not None:
             self.newcomers.check()
@@ -160,7 +158,7 @@ class Engine:
             self.programs.forget(phase.key)
         else:
             steps = move_gathers_ahead(phase.log, self.residency.conflicts, self.ahead)
-            self.programs.known[phase.key] = Recorded(steps, resident, leaves_out(phase, self.units))
+            self.programs.record(phase.key, Recorded(steps, resident, leaves_out(phase, self.units)))
 
     def _current(self) -> Phase:
         assert self.phase is not None
@@ -170,6 +168,12 @@ class Engine:
         """A backward that an error has ended: its phase was never closed, and no graph task is running."""
         phase = self.phase
         return phase is not None and phase.key.kind is Kind.BACKWARD and torch._C._current_graph_task_id() == -1
+
+    def close_failed(self) -> None:
+        """Between steps: close what an error that the user caught has left open."""
+        if self.phase is not None or any(unit.windows for unit in self.units):
+            self.phase = None
+            self.residency.clear()
 
     # ---- uses --------------------------------------------------------------------------------------------------
 
@@ -404,8 +408,7 @@ class Engine:
     def keep(self, units: Sequence[Unit]) -> None:
         """Gather units and hold them. Collective."""
         if self.is_stale():
-            self.phase = None
-            self.residency.clear()
+            self.close_failed()
         if self.phase is None:
             self._drop_stale()
             self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units)

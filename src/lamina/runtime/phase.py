@@ -63,10 +63,6 @@ class Phase:
     parted: bool = False  # some rank has left the program, and ranks meet at its end
     keeps_graph: bool = False  # retain_graph
 
-    @property
-    def is_lockstep(self) -> bool:
-        return self.recorded is None
-
     def __post_init__(self) -> None:
         self.steps: tuple[Step, ...] = () if self.recorded is None else self.recorded.steps
 

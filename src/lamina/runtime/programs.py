@@ -32,6 +32,10 @@ class Programs:
     def find(self, key: Key) -> Recorded | None:
         return self.known.get(key)
 
+    def record(self, key: Key, program: Recorded) -> None:
+        """What the ranks have agreed on, to be followed the next time."""
+        self.known[key] = program
+
     def forget(self, key: Key) -> None:
         """The next time, agree anew."""
         self.known.pop(key, None)
@@ -52,7 +56,7 @@ class Programs:
     def note_clean_end(self, key: Key) -> None:
         """Ranks have met at the end of a program that none of them had left."""
         program = self.known[key]
-        self.known[key] = replace(program, clean_ends=program.clean_ends + 1)
+        self.record(key, replace(program, clean_ends=program.clean_ends + 1))
 
     def note_end(self, phase: Phase) -> None:
         """The phase is over."""

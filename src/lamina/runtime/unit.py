@@ -37,9 +37,7 @@ from lamina.runtime.windows import Entry, Window, refresh_flat_weights
 
 _is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("local")
 _address_of = Tensor.data_ptr
-_OWN_ATTRIBUTES = frozenset(
-    {"local", "spec", "geometry", "_is_param"}
-)  # of a Shard; others on a parameter are the user's
+_OWN_ATTRIBUTES = frozenset({"local", "spec", "geometry", "_is_param"})  # of a Shard; the others are the user's
 
 
 class Unit:
