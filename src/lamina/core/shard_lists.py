@@ -36,7 +36,7 @@ def _is_tensor_list(arg: Any) -> bool:
 def _mark_all(entries: Sequence[Shard]) -> None:
     for flag in set(map(_dirty, entries)):
         if flag is not None:
-            flag.value = True
+            flag.mark()
 
 
 def _owners(args: Sequence[Any]) -> list[Shard | None]:

@@ -168,7 +168,7 @@ def as_shard(result: Any, spec: ShardSpec) -> Any:
 
 def mark(spec: ShardSpec) -> None:
     if spec.dirty is not None:
-        spec.dirty.value = True
+        spec.dirty.mark()
 
 
 # -- elementwise

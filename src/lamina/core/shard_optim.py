@@ -132,6 +132,8 @@ def _refuse_unsupported(optimizer: torch.optim.Optimizer, param: Shard) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Mark what our handlers do not see: what a compiled step wrote, and plain parameters that copies are made of."""
+    if getattr(optimizer, "marks_what_it_writes", False):
+        return
     for group in optimizer.param_groups:
         flags = set(map(_dirty, (param for param in group["params"] if type(param) is Shard)))
         if COPIED:

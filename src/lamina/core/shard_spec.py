@@ -25,19 +25,22 @@ from lamina.errors import StateError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from lamina.core.lanes import Mark
+
 Geometry = tuple[torch.Size, tuple[tuple[int, int], ...], int]
 
 
 class DirtyFlag:
     """Set by every in-place write to a parameter (or to an alias of it); its reader sets `value` back to False."""
 
-    __slots__ = ("value",)
+    __slots__ = ("value", "written")
 
     def __init__(self, value: bool = False) -> None:
         self.value = value
+        self.written: Mark | None = None  # when the last write is done on the device; None: when all that is queued is
 
-    def mark(self) -> None:
-        self.value = True
+    def mark(self, written: Mark | None = None) -> None:
+        self.value, self.written = True, written
 
     def __repr__(self) -> str:
         return f"DirtyFlag({self.value})"

@@ -5,7 +5,8 @@ time that grows with the number of parameters, however small they are. Parameter
 buffers, so here the lists hold a few ranges, made once:
 
     homes   the state, one buffer a moment for neighbouring parameters of one group (`moments`)
-    calls   one fused kernel per group, device and dtype, over ranges of masters, gradients and moments
+    calls   one fused kernel per group, device and dtype, over ranges of masters, gradients and moments; on GPUs two,
+            for the units that lead come first, and are gathered for the next step while the others are written
 
 Calls are made anew when a gradient appears, goes away or is replaced by another tensor, and when groups or states
 change; hyperparameters are read from the groups at every step. The algorithm is that of Loshchilov and Hutter,
@@ -14,37 +15,21 @@ change; hyperparameters are read from the groups at every step. The algorithm is
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lamina.core.lanes import Lane, Mark
 from lamina.errors import UsageError
 from lamina.optim.clip import Norm
 from lamina.optim.moments import FLAT, Home, make_steps, stepping
 from lamina.optim.places import find_places, local_of
+from lamina.optim.update import Call, Scaling, by_own_kernel, by_torch, gradient_for, real_of
 from lamina.runtime.unit import Unit
-
-if TYPE_CHECKING:
-    from lamina.optim.adamw_kernel import Table
-
-
-@dataclass
-class Call:
-    """One fused kernel: entry i of every list belongs to the same range. Empty ranges are left out."""
-
-    group: int
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    moments: dict[str, list[Tensor]] = field(default_factory=dict)
-    steps: list[Tensor] = field(default_factory=list)  # 0-dim
-    loose: list[tuple[int, Tensor]] = field(default_factory=list)  # entry, parameter: looked up at every step
-    table: Table | None = None  # for our own kernel
 
 
 @dataclass
@@ -82,13 +67,17 @@ class AdamW(torch.optim.AdamW):
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, the kernel reads them
+    marks_what_it_writes = True  # parameters need not be marked after a step
     _homes: Sequence[Home] = ()
     _calls: Sequence[Call] = ()
     _counts: Sequence[list[Tensor]] = ()  # pieces of the homes' step counts that a step adds to, by device
-    _units: Sequence[Unit] = ()  # that a step writes
+    _leading: Sequence[Unit] = ()  # units that a step writes, those first that the next one gathers first
+    _others: Sequence[Unit] = ()
     _kinds: list[list[int]] | None = None
     _seen: Seen | None = None
     _rates: Sequence[Tensor] = ()  # learning rates by group, 0-dim on the device: what a captured step reads
+    _rehearses = False  # an eager step that launches what a recording will launch, so that it is compiled then
+    _recorded: list[Call] | None = None  # whose kernels a recording holds; None: none may, nobody would end it
     _norm: Norm | None = None  # of the gradients that a step takes; None: to be made anew
     max_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -140,21 +129,26 @@ class AdamW(torch.optim.AdamW):
         if kinds != self._kinds:
             self._draw(kinds)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        factor = None if self.max_norm is None else self._clip_factor(scale)
+        scaling = Scaling(scale, found_inf, None if self.max_norm is None else self._clip_factor(scale))
         for counts in self._counts:
             torch._foreach_add_(counts, 1)
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        rates = self._rates if self._rates and is_captured else None
-        for call in self._calls:
-            group = self.param_groups[call.group]
-            rate = group["lr"] if rates is None else rates[call.group]
-            if is_captured or not _run_own(call, group, rate, scale, found_inf, factor):
-                _run(call, group, rate, scale, found_inf, factor)
+        rates = self._rates if self._rates and (is_captured or self._rehearses) else None
+        for leads, units in ((True, self._leading), (False, self._others)):
+            for call in self._calls:
+                if call.leads is not leads:
+                    continue
+                group = self.param_groups[call.group]
+                rate = group["lr"] if rates is None else rates[call.group]
+                may_be_own = not is_captured or self._recorded is not None
+                if not (may_be_own and by_own_kernel(call, group, rate, scaling)):
+                    by_torch(call, group, rate, scaling)
+                elif is_captured:
+                    self._recorded.append(call)  # type: ignore[union-attr]
+            _mark_written(units)
         if found_inf is not None:  # a step that the kernels left out does not count
             for counts in self._counts:
                 torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
-        for unit in self._units:
-            unit.dirty.mark()
         return loss
 
     def _clip_factor(self, scale: Tensor | None) -> Tensor:
@@ -171,10 +165,27 @@ class AdamW(torch.optim.AdamW):
         self.grad_norm = norm
         return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
 
+    def rehearse(self, on: bool) -> None:
+        """From here on steps launch what a recorded one will, or (`on=False`) no longer. See `lamina.capture`."""
+        if on:
+            self.hold_rates()
+            self._recorded = []
+        self._rehearses = on
+
+    def end_recording(self) -> list[Tensor]:
+        """Write down where the ranges lie; returns what recorded kernels read, to be held as long as the recording."""
+        held: list[Tensor] = []
+        for call in self._recorded or ():
+            assert call.table is not None
+            held += call.table.end_recording()
+        self._recorded = None
+        return held
+
     def hold_rates(self) -> None:
-        """Give the learning rates a place on the device, which a captured step reads. See `lamina.capture`."""
-        device = next(p.device for group in self.param_groups for p in group["params"])
-        self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in self.param_groups]
+        """Give the learning rates a place on the device, the same for all recordings. See `lamina.capture`."""
+        if len(self._rates) != len(self.param_groups):
+            device = next(p.device for group in self.param_groups for p in group["params"])
+            self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in self.param_groups]
         self.refresh_rates()
 
     def refresh_rates(self) -> None:
@@ -250,15 +261,27 @@ class AdamW(torch.optim.AdamW):
                 self.state[home.params[i]] = dict(home.views[i])
             first = home.params[0]
             group = self.param_groups[home.group]
-            call = calls.setdefault((home.group, first.device, first.dtype), Call(home.group))
+            leads = home.unit is not None and home.unit.leads
+            call = calls.setdefault((home.group, first.device, first.dtype, leads), Call(home.group, leads))
             for start, end in home.runs(here, over_padding=group["eps"] != 0):
                 _add_range(call, home, start, end, flat=here[start] == FLAT)
             if home.unit is not None:
                 units[id(home.unit)] = home.unit
         self._calls, self._norm = [call for call in calls.values() if call.params], None
-        self._counts, self._units = stepping(self._homes, kinds), list(units.values())
+        self._counts = stepping(self._homes, kinds)
+        self._leading = [unit for unit in units.values() if unit.leads]
+        self._others = [unit for unit in units.values() if not unit.leads]
         self._kinds = kinds
         self._remember()
+
+
+def _mark_written(units: Sequence[Unit]) -> None:
+    """Their masters are what they will be once all that compute has been given so far is done."""
+    marks: dict[Lane, Mark | None] = {}
+    for unit in units:
+        if unit.compute not in marks:
+            marks[unit.compute] = unit.compute.mark()
+        unit.dirty.mark(marks[unit.compute])
 
 
 def _neighbours(params: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
@@ -287,8 +310,8 @@ def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None
         if start == stop:
             return
         place = home.places[first]
-        call.params.append(_real(place.unit.masters[place.segment][start:stop]))
-        call.grads.append(_gradient(place.unit.gradients.ranges[place.segment][start:stop], call.params[-1]))
+        call.params.append(real_of(place.unit.masters[place.segment][start:stop]))
+        call.grads.append(gradient_for(place.unit.gradients.ranges[place.segment][start:stop], call.params[-1]))
         moments = {key: moment[start - home.start : stop - home.start] for key, moment in home.moments.items()}
     else:
         param = home.params[first]
@@ -299,111 +322,5 @@ def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None
         call.grads.append(param)  # both are replaced before the kernel runs
         moments = {key: local_of(home.views[first][key]) for key in home.keys}
     for key, moment in moments.items():
-        call.moments.setdefault(key, []).append(_real(moment))
+        call.moments.setdefault(key, []).append(real_of(moment))
     call.steps.append(home.steps[first])
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _gradient(grad: Tensor, param: Tensor) -> Tensor:
-    """In the dtype and memory order of its parameter, which the kernel takes for granted."""
-    grad = _real(grad)
-    if grad.dtype is param.dtype and grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param).copy_(grad)
-
-
-def _run(
-    call: Call,
-    group: dict[str, Any],
-    lr: float | Tensor,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-    factor: Tensor | None,
-) -> None:
-    """By torch's kernel."""
-    for entry, param in call.loose:
-        assert param.grad is not None
-        call.params[entry] = _real(local_of(param.detach()))
-        call.grads[entry] = _gradient(local_of(param.grad.detach()), call.params[entry])
-    device = call.params[0].device
-    if factor is not None:
-        torch._foreach_mul_(call.grads, factor.to(device, non_blocking=True))
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        lr = lr.to(device, non_blocking=True)
-    beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        call.params,
-        call.grads,
-        call.moments["exp_avg"],
-        call.moments["exp_avg_sq"],
-        call.moments.get("max_exp_avg_sq", []),
-        call.steps,
-        amsgrad=bool(group["amsgrad"]),
-        lr=lr,
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        grad_scale=None if scale is None else scale.to(device, non_blocking=True),
-        found_inf=None if found_inf is None else found_inf.to(device, non_blocking=True),
-    )
-    for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
-        call.params[entry] = call.grads[entry] = call.steps[entry]
-
-
-def _run_own(
-    call: Call,
-    group: dict[str, Any],
-    lr: float | Tensor,
-    scale: Tensor | None,
-    found_inf: Tensor | None,
-    factor: Tensor | None,
-) -> bool:
-    """By our kernel, on a GPU, for ranges of float32 at fixed places; whether it could."""
-    device = call.params[0].device
-    if device.type != "cuda" or call.loose or group["amsgrad"] or call.params[0].dtype is not torch.float32:
-        return False
-    kernel = _own_kernel()
-    if kernel is None:
-        return False
-    if call.table is None:
-        columns = (call.params, call.grads, call.moments["exp_avg"], call.moments["exp_avg_sq"], call.steps)
-        call.table = kernel.Table(columns)
-    if scale is not None:
-        scale = scale.to(device, non_blocking=True).reciprocal()
-        factor = scale if factor is None else factor.to(device, non_blocking=True) * scale
-    beta1, beta2 = group["betas"]
-    kernel.launch(
-        call.table,
-        lr,
-        None if factor is None else factor.to(device, non_blocking=True),
-        None if found_inf is None else found_inf.to(device, non_blocking=True),
-        (float(beta1), float(beta2)),
-        float(group["eps"]),
-        float(group["weight_decay"]),
-        bool(group["maximize"]),
-    )
-    return True
-
-
-@functools.cache
-def _own_kernel() -> Any:
-    """The module of our kernel; None where Triton is missing or cannot compile."""
-    try:
-        from lamina.optim import adamw_kernel
-
-        numel = adamw_kernel.CHUNK_BLOCKS * adamw_kernel.BLOCK + 4  # more than one row of the table
-        param, grad, mean, square = torch.full((4, numel), 0.5, device="cuda").unbind()
-        step = torch.ones((), device="cuda")
-        table = adamw_kernel.Table([[param], [grad], [mean], [square], [step]])
-        adamw_kernel.launch(table, 0.1, None, None, (0.9, 0.99), 1e-8, 0.0, False)
-        wanted = 0.5 - 0.1 * (0.5 / 0.1) / ((0.4975 / 0.01) ** 0.5 + 1e-8)
-        works = torch.allclose(param, torch.full_like(param, wanted), rtol=1e-5)
-    except Exception as error:  # a compiler is missing, or any of the many ways in which one fails
-        warnings.warn(f"lamina.optim.AdamW takes torch's kernel, for Triton does not work here: {error}", stacklevel=2)
-        return None
-    return adamw_kernel if works else None

@@ -124,6 +124,7 @@ class Table:
         self._columns, self.anchor = columns, columns[0][0]
         self._gradients: list[int] = []  # their addresses, which come and go
         self._rows = torch.empty(0)
+        self._recorded: list[tuple[Tensor, Tensor]] = []  # what recorded kernels read, and what is to stand there
         numels = torch.tensor([param.numel() for param in columns[0]])
         chunk_numel = CHUNK_BLOCKS * BLOCK
         counts = (numels + chunk_numel - 1) // chunk_numel  # rows of each range
@@ -134,18 +135,33 @@ class Table:
         self.is_aligned = False
 
     def rows(self) -> Tensor:
-        """int64, (rows, COLUMNS), as the tensors lie now."""
+        """int64, (rows, COLUMNS), on the device, as the tensors lie now."""
+        if torch.cuda.is_current_stream_capturing():  # it is written once, not by the graph: see `end_recording`
+            rows = self._rows_on_host()
+            self._gradients = []  # they lie in the graph's memory
+            self._recorded.append((torch.empty_like(rows, device=self.anchor.device), rows))
+            return self._recorded[-1][0]
         gradients = [grad.data_ptr() for grad in self._columns[1]]
         if gradients != self._gradients:
             self._gradients = gradients
-            addresses = torch.tensor([[tensor.data_ptr() for tensor in column] for column in self._columns])
-            self.is_aligned = not bool((addresses[:4] % ALIGNMENT_BYTES).any())
-            rows = torch.empty(len(self), COLUMNS, dtype=torch.int64)
-            rows[:, :5] = ((addresses - self.anchor.data_ptr()) // FLOAT_BYTES)[:, self._range].T
-            rows[:, :4] += self._starts[:, None]
-            rows[:, 5] = self._numels
-            self._rows = rows.pin_memory().to(self._columns[0][0].device, non_blocking=True)
+            self._rows = self._rows_on_host().pin_memory().to(self.anchor.device, non_blocking=True)
         return self._rows
+
+    def _rows_on_host(self) -> Tensor:
+        addresses = torch.tensor([[tensor.data_ptr() for tensor in column] for column in self._columns])
+        self.is_aligned = not bool((addresses[:4] % ALIGNMENT_BYTES).any())
+        rows = torch.empty(len(self), COLUMNS, dtype=torch.int64)
+        rows[:, :5] = ((addresses - self.anchor.data_ptr()) // FLOAT_BYTES)[:, self._range].T
+        rows[:, :4] += self._starts[:, None]
+        rows[:, 5] = self._numels
+        return rows
+
+    def end_recording(self) -> list[Tensor]:
+        """Write the rows that recorded kernels will read, and return them."""
+        recorded, self._recorded = self._recorded, []
+        for place, rows in recorded:
+            place.copy_(rows)
+        return [place for place, _ in recorded]
 
     def __len__(self) -> int:
         return len(self._range)

@@ -73,6 +73,7 @@ class Captured:
         self._frozen: dict[Optimizer, list[dict[str, Any]]] = {}  # constants of their groups, as recorded
         self._runtimes: list[Runtime] = []  # whose models the step runs
         self._engines: list[Engine] = []  # that they had then
+        self._held: list[list[Tensor]] = []  # what its kernels read and nobody else keeps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_available() or not any(runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
@@ -105,8 +106,11 @@ class Captured:
         self._stream.wait_stream(torch.cuda.current_stream())
         watched = self.calls == EAGER_CALLS  # the last one before the recording, which an attempt would spoil
         mode = torch.cuda.get_sync_debug_mode()
+        rehearsing = [o for o in self._optimizers if watched and isinstance(o, AdamW)]
         try:
             with torch.cuda.stream(self._stream):
+                for optimizer in rehearsing:
+                    optimizer.rehearse(True)
                 torch.cuda.set_sync_debug_mode("error" if watched else mode)
                 result = self.step(*args, **kwargs)
         except RuntimeError as error:
@@ -115,6 +119,8 @@ class Captured:
             raise
         finally:
             torch.cuda.set_sync_debug_mode(mode)
+            for optimizer in rehearsing:
+                optimizer.rehearse(False)
             handle.remove()
             torch.cuda.current_stream().wait_stream(self._stream)
         self._check_rates(rates, seen)
@@ -168,6 +174,7 @@ class Captured:
             for runtime in runtimes:
                 runtime.engine.lanes.is_recording = False
                 _forget_lanes(runtime)
+        self._held = [o.end_recording() for o in self._optimizers if isinstance(o, AdamW)]
         self.graph = graph
         self._runtimes = [r for r, before in zip(runtimes, phases, strict=True) if r.engine.phases > before]
         self._engines = [runtime.engine for runtime in self._runtimes]
@@ -283,6 +290,7 @@ def _constants(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _forget_lanes(runtime: Runtime) -> None:
     """Note [Frozen] 3. The device is idle, or the marks belong to a recording."""
     for unit in runtime.engine.units:
+        unit.dirty.written = None
         for slot in unit.slots:
             slot.freed = slot.ready = None
     runtime.engine.gatherer.forget_marks()

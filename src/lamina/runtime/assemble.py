@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lamina.core.arena import Demand, Packing, pack
 from lamina.core.control import Control
-from lamina.core.lanes import Lanes
+from lamina.core.lanes import Lane, Lanes, StreamLane
 from lamina.core.layout import UnitLayout, lay_out, short_dtype
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_tensor import check_unheld
@@ -40,6 +40,7 @@ from lamina.transport.symmetric import Pushes, SymmetricPeers
 
 DEFAULT_SLOTS = 3
 LEAST_BUDGET_BYTES = 1024  # `slots=` at or above it is a budget in bytes
+LEADING_SHARE = 1 / 8  # of all weights: what the first uses of a step need
 
 
 @dataclass
@@ -278,6 +279,7 @@ def build_engine(
 ) -> Engine:
     """The engine over these units; `peers` makes gathers one-sided."""
     lanes = Lanes(mesh.device)
+    _let_lead(units, lanes.compute)
     transport: Transport = C10d(mesh.device)
     if peers is None:
         gatherer = Gatherer(transport, control, lanes)
@@ -289,6 +291,15 @@ def build_engine(
     reducer = Reducer(transport, control, lanes, slots > 1 and mesh.device.type == "cpu", wire)
     one_sided = peers is not None and all(unit.sharded or unit.plain for unit in units)
     return Engine(units, control, lanes, gatherer, reducer, max(1, slots - 2), one_sided)
+
+
+def _let_lead(units: Sequence[Unit], compute: Lane) -> None:
+    """Choose the units that the optimizer writes first and the next step gathers first; on GPUs, for it is a launch."""
+    left_bytes = LEADING_SHARE * sum(unit.layout.buffer_bytes for unit in units if not unit.plain)
+    for unit in units:
+        unit.compute, unit.leads = compute, isinstance(compute, StreamLane) and not unit.plain and left_bytes > 0
+        if unit.leads:
+            left_bytes -= unit.layout.buffer_bytes
 
 
 def register_hooks(

@@ -121,7 +121,7 @@ class Engine:
         mode = "lockstep" if recorded is None else "program"
         self.control.begin(self.phases, mode, key.kind.value, key.grad, key.entry)
         self.phase = Phase(self.phases, key, recorded, owner)
-        self.lanes.gather.wait(self.lanes.compute.mark())  # what the optimizer wrote
+        self.gatherer.open()
 
     def end_forward(self) -> None:
         """The root's forward has returned or raised: issue what this rank has skipped, and agree on the end."""

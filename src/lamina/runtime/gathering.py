@@ -3,6 +3,12 @@
 The slot is the concatenation of the shards, so a gather is: cast the own range into its place, then fill the rest in
 place, one all-gather for each level of sharding. No copy in, no copy out, no allocation; which bytes go where is worked
 out once for each slot.
+
+Note [Early gathers]
+    A gather reads masters, so it waits for their last write: an optimizer that says when each unit is done
+    (`unit.dirty.mark(written)`) lets the first gathers of the next step run beside the rest of its update. After any
+    other write they wait for all that compute had been given when the phase began. What is not dirty has been read on
+    this lane since its last write.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from torch import Tensor
 
 from lamina.core.control import Control
 from lamina.core.groups import Group
-from lamina.core.lanes import Lanes
+from lamina.core.lanes import Lane, Lanes, Mark
 from lamina.core.layout import Segment
 from lamina.core.mesh import DataMesh
 from lamina.core.slots import Slot, SlotState
@@ -64,6 +70,19 @@ class Gatherer:
         self._works: dict[Slot, list[dist.Work]] = {}
         self._routes: dict[Slot, Route] = {}
         self._publishing: dict[Unit, Route] = {}
+        self._opened: Mark | None = None  # what compute had been given when the phase began
+
+    def open(self) -> None:
+        """A phase begins. Note [Early gathers]"""
+        self._opened = self.lanes.compute.mark()
+        if self.lanes.is_recording:
+            self.lanes.gather.wait(self._opened)  # a stream takes part in a recording once it has waited for one
+
+    def await_written(self, lane: Lane, unit: Unit) -> None:
+        """What `lane` does next comes after the last write to a unit's masters. Note [Early gathers]"""
+        dirty = unit.dirty
+        if dirty.value:
+            lane.wait(self._opened if dirty.written is None else dirty.written)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Before the first gather after a change; where gathers are collectives there is nothing to do."""
@@ -78,6 +97,7 @@ class Gatherer:
         unit.gathers += unit.communicates
         lane = self.lanes.gather
         lane.wait(slot.freed)
+        self.await_written(lane, unit)
         with lane.running():
             works = self._fill(unit, slot)
         slot.ready = lane.mark()

@@ -33,7 +33,6 @@ from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
 from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, SymmetricPeers, connect_gpus
 
-EARLY_SHARE = 1 / 8  # of the published bytes: what the first uses need
 AUTO_MOST_RANKS = 2  # on GPUs: what has been run on them so far
 AUTO_SHARE = 0.02  # of a GPU's memory, that `transport="auto"` spends on speed
 FLAGS_PER_WORD = 62  # non-negative in an int64
@@ -189,21 +188,14 @@ class PeerGatherer(Gatherer):
 class SymmetricGatherer(PeerGatherer):
     """`PeerGatherer` over the memory of GPUs: what the host waits for there, a lane waits for here.
 
-    Everything is queued when a root forward begins. The first units are cast on the gather lane; the others beside them
-    on the reduce lane, which has nothing to do in a forward, so that compute waits for a small part only.
+    Everything is queued when a root forward begins. The units that lead are cast on the gather lane; the others beside
+    them on the reduce lane, which has nothing to do in a forward, so that compute waits for a small part only.
     """
 
     def __init__(
         self, peers: SymmetricPeers, units: Sequence[Unit], transport: Transport, control: Control, lanes: Lanes
     ) -> None:
         super().__init__(peers, units, transport, control, lanes)
-        sharded = [unit for unit in units if unit.sharded]
-        early_bytes = EARLY_SHARE * sum(unit.layout.buffer_bytes for unit in sharded)
-        self._early: set[Unit] = set()
-        for unit in sharded:
-            if early_bytes > 0:
-                self._early.add(unit)
-            early_bytes -= unit.layout.buffer_bytes
         self._late_ready: Mark | None = None
 
     def publish(self, units: Sequence[Unit]) -> None:
@@ -212,14 +204,20 @@ class SymmetricGatherer(PeerGatherer):
         gather, reduce = self.lanes.gather, self.lanes.reduce
         self.control.position.verb, self.control.position.unit = "publishing", ""
         changed = self._changed([unit for unit in units if unit.sharded])
+        leading = [unit for unit in changed if unit.leads]
+        others = [unit for unit in changed if not unit.leads]
         with gather.running():
             self.peers.meet(GATHER_CHANNEL)
         reduce.wait(gather.mark())
+        for unit in leading:
+            self.await_written(gather, unit)
         with gather.running():
-            self._cast([unit for unit in changed if unit in self._early])
+            self._cast(leading)
             self.peers.meet(GATHER_CHANNEL)
+        for unit in others:
+            self.await_written(reduce, unit)
         with reduce.running():
-            self._cast([unit for unit in changed if unit not in self._early])
+            self._cast(others)
             self.peers.meet(REDUCE_CHANNEL)
         self._late_ready = reduce.mark()
 
@@ -227,7 +225,7 @@ class SymmetricGatherer(PeerGatherer):
         self._late_ready = None
 
     def _await_published(self, unit: Unit) -> None:
-        if unit not in self._early:
+        if not unit.leads:
             self.lanes.gather.wait(self._late_ready)
 
     def _copy(self, route: Route) -> None:

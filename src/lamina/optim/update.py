@@ -1,0 +1,132 @@
+"""One call's update, by torch's fused kernel or, on GPUs where it fits, by ours (`adamw_kernel`)."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.optim.places import local_of
+
+if TYPE_CHECKING:
+    from lamina.optim.adamw_kernel import Table
+
+
+class Scaling(NamedTuple):
+    """What a step does with all gradients before it takes them; each 0-dim, on any device, or None."""
+
+    scale: Tensor | None  # they are divided by it
+    found_inf: Tensor | None  # not 0: nothing is updated
+    factor: Tensor | None  # they are multiplied by it
+
+
+@dataclass
+class Call:
+    """One fused kernel: entry i of every list belongs to the same range. Empty ranges are left out."""
+
+    group: int
+    leads: bool = False  # for units that the next step gathers first
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: list[Tensor] = field(default_factory=list)  # 0-dim
+    loose: list[tuple[int, Tensor]] = field(default_factory=list)  # entry, parameter: looked up at every step
+    table: Table | None = None  # for our own kernel
+
+
+def real_of(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def gradient_for(grad: Tensor, param: Tensor) -> Tensor:
+    """In the dtype and memory order of its parameter, which the kernel takes for granted."""
+    grad = real_of(grad)
+    if grad.dtype is param.dtype and grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def by_torch(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling) -> None:
+    """By torch's kernel."""
+    scale, found_inf, factor = scaling
+    for entry, param in call.loose:
+        assert param.grad is not None
+        call.params[entry] = real_of(local_of(param.detach()))
+        call.grads[entry] = gradient_for(local_of(param.grad.detach()), call.params[entry])
+    device = call.params[0].device
+    if factor is not None:
+        torch._foreach_mul_(call.grads, factor.to(device, non_blocking=True))
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        lr = lr.to(device, non_blocking=True)
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        call.params,
+        call.grads,
+        call.moments["exp_avg"],
+        call.moments["exp_avg_sq"],
+        call.moments.get("max_exp_avg_sq", []),
+        call.steps,
+        amsgrad=bool(group["amsgrad"]),
+        lr=lr,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=None if scale is None else scale.to(device, non_blocking=True),
+        found_inf=None if found_inf is None else found_inf.to(device, non_blocking=True),
+    )
+    for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
+        call.params[entry] = call.grads[entry] = call.steps[entry]
+
+
+def by_own_kernel(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling) -> bool:
+    """By our kernel, on a GPU, for ranges of float32 at fixed places; whether it could."""
+    scale, found_inf, factor = scaling
+    device = call.params[0].device
+    if device.type != "cuda" or call.loose or group["amsgrad"] or call.params[0].dtype is not torch.float32:
+        return False
+    kernel = _own_kernel()
+    if kernel is None:
+        return False
+    if call.table is None:
+        columns = (call.params, call.grads, call.moments["exp_avg"], call.moments["exp_avg_sq"], call.steps)
+        call.table = kernel.Table(columns)
+    if scale is not None:
+        scale = scale.to(device, non_blocking=True).reciprocal()
+        factor = scale if factor is None else factor.to(device, non_blocking=True) * scale
+    beta1, beta2 = group["betas"]
+    kernel.launch(
+        call.table,
+        lr,
+        None if factor is None else factor.to(device, non_blocking=True),
+        None if found_inf is None else found_inf.to(device, non_blocking=True),
+        (float(beta1), float(beta2)),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        bool(group["maximize"]),
+    )
+    return True
+
+
+@functools.cache
+def _own_kernel() -> Any:
+    """The module of our kernel; None where Triton is missing or cannot compile."""
+    try:
+        from lamina.optim import adamw_kernel
+
+        numel = adamw_kernel.CHUNK_BLOCKS * adamw_kernel.BLOCK + 4  # more than one row of the table
+        param, grad, mean, square = torch.full((4, numel), 0.5, device="cuda").unbind()
+        step = torch.ones((), device="cuda")
+        table = adamw_kernel.Table([[param], [grad], [mean], [square], [step]])
+        adamw_kernel.launch(table, 0.1, None, None, (0.9, 0.99), 1e-8, 0.0, False)
+        wanted = 0.5 - 0.1 * (0.5 / 0.1) / ((0.4975 / 0.01) ** 0.5 + 1e-8)
+        works = torch.allclose(param, torch.full_like(param, wanted), rtol=1e-5)
+    except Exception as error:  # a compiler is missing, or any of the many ways in which one fails
+        warnings.warn(f"lamina.optim.AdamW takes torch's kernel, for Triton does not work here: {error}", stacklevel=2)
+        return None
+    return adamw_kernel if works else None
