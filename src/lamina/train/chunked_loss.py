@@ -54,11 +54,14 @@ class ChunkedHead:
         self.head, self.original = head, head.forward
         self.is_linear = type(head) is nn.Linear and getattr(head.forward, "__func__", None) is nn.Linear.forward
         self.labels: Tensor | None = None  # [tokens]
+        self.stand_in: Tensor | None = None  # [..., vocabulary]: what it returns while a model is tried
         self.factor = 1.0  # that the loss is expected to be multiplied by; any other is right as well
         self.chunk = min(MOST_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))  # tokens
         head.forward = self  # type: ignore[assignment]
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if self.stand_in is not None:
+            return self.stand_in.to(hidden.dtype)
         if self.labels is None:
             return self.original(hidden)
         flat = hidden.flatten(0, -2)  # [tokens, width]

@@ -32,11 +32,12 @@ from lamina.train.export import find_gpt, read_gpt
 from lamina.train.gpt import GPT, Shape
 from lamina.train.lora import read_rank
 from lamina.train.memory import Sizes, choose_strategy, device_memory_bytes
-from lamina.train.objective import NextToken, check_packing, chunks_agree
+from lamina.train.objective import NextToken, chunks_agree
 from lamina.train.packing import pack
 from lamina.train.pretrained import Pretrained, fill, open_pretrained
 from lamina.train.resolve import recompute_of, with_steps
 from lamina.train.sampling import Bytes, Codec, Words
+from lamina.train.separation import check_separation
 
 SPLIT = {
     "ddp": "everything on every rank",
@@ -173,8 +174,9 @@ def _assemble(
     if head is not None and not chunks_agree(objective, device):
         head.remove()
         objective = NextToken(model)
-    if isinstance(rows, Packed) and config.batches.packing == "documents":
-        check_packing(objective, device)
+    if isinstance(rows, Packed):
+        shared, wide = config.batches.packing == "documents", config.sharding.precision != "bf16"
+        check_separation(objective, shared, wide, control, device)
     return Job(
         config=config,
         model=model,
