@@ -22,6 +22,7 @@ from lamina.planner.plan import parse_bytes
 from lamina.planner.workload import Choice
 from lamina.train.config import read_toml
 from lamina.train.gpt import GPT, Shape
+from lamina.train.plan_cli import _what_if
 
 GIB = 1 << 30
 WORDS = 32768
@@ -171,6 +172,24 @@ def build_two_layers() -> nn.Module:
     return nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 128))
 
 
+def build_nothing() -> nn.Module:
+    raise RuntimeError("there are no weights")
+
+
+@pytest.mark.parametrize("words", [["--seq", "0"], ["--batch", "-1"], ["--accumulate", "0"]])
+def test_command_refuses_sizes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *words]) == 1
+    assert f"{' '.join(words)}: a positive number" in capsys.readouterr().err
+
+
+def test_what_if_takes_both() -> None:
+    assert _what_if("gpus=64, machine=h200", 8, "h100") == [(64, "h200")]
+    assert _what_if("machine=h200", 8, "h100") == [(8, "h200")] and _what_if("", 8, "h100") == []
+    for text in ("gpus=0", "gpus=two", "cards=3", "machine="):
+        with pytest.raises(UsageError, match="gpus="):
+            _what_if(text, 8, "h100")
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table, what if, and a file that `lamina train` takes and that plans to the same end."""
     saved = tmp_path / "run.toml"
@@ -197,7 +216,7 @@ def test_command_takes_functions_and_configs(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["plan", str(tmp_path), "--gpus", "2", "--batch", "1", "--seq", "16", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["parameters"] == 2 * 16384 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 64) + 32
-    for word in ("nowhere", "nowhere:build", f"{__name__}:GIB"):
+    for word in ("nowhere", "nowhere:build", f"{__name__}:GIB", f"{__name__}:build_nothing"):
         assert cli.main(["plan", word]) == 1
         assert f"lamina plan: {word}" in capsys.readouterr().err
 

@@ -58,8 +58,8 @@ class Decision:
             )
         share = rung.time.tokens_per_s / self.fastest.time.tokens_per_s
         if share < CLOSE:
-            return f"{1 - share:.0%} fewer tokens a second than {self.fastest.title}"
-        return "fits; not simpler"
+            return f"{min(0.99, 1 - share):.0%} fewer tokens a second than {self.fastest.title}"
+        return f"fits; {self.taken.title} is simpler"
 
 
 def gib(size_bytes: float) -> str:
@@ -130,7 +130,9 @@ def rung_of(title: str, measured: Measured, choice: Choice, machine: Machine, bu
 def _nothing_fits(rungs: Sequence[Rung], budget_bytes: int | None, machine: Machine, measured: Measured) -> str:
     least = min(rungs, key=lambda rung: rung.memory.used_bytes)
     wanted = least.memory.used_bytes / MARGIN
-    what = f"a budget of {gib(least.memory.device_bytes)} GiB" if budget_bytes is not None else f"{machine.name}"
+    size_bytes = least.memory.device_bytes
+    given = f"{gib(size_bytes)} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.3g} MiB"
+    what = f"a budget of {given}" if budget_bytes is not None else f"{machine.name} ({given})"
     parts = sorted(least.memory.parts().items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {gib(size)}" for name, size in parts)
     smaller = ""

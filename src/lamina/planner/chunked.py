@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 64 << 20  # of logits in fp32
+CHUNK_BYTES = 512 << 20  # of logits in fp32; products of fewer tokens wait for the weights that they read
+MOST_TOKENS = 1024  # of a chunk: longer ones gain nothing
 
 
 class ChunkedLoss:
@@ -50,7 +51,7 @@ class ChunkedLoss:
 
 
 def rows_of_chunk(head: nn.Module) -> int:
-    return max(1, CHUNK_BYTES // (4 * words_of(head)))
+    return min(MOST_TOKENS, max(1, CHUNK_BYTES // (4 * words_of(head))))
 
 
 def words_of(head: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """Values of the few tensors on meta that no input decides: positions, masks made of them, constants.
 
 Models look at such tensors ("is this one packed sequence?") and a run without values would end there. What is made
-from numbers alone is small and whole-numbered, so it is computed for real beside its shape, and looked at there.
+from numbers alone is small, so it is computed for real beside its shape, and looked at there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MOST_NUMEL = 1 << 16
+MOST_NUMEL = 1 << 22  # positions of 32 sequences of 128 thousand tokens
 _aten: Any = torch.ops.aten
 READERS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default)
 UNKNOWN = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
@@ -33,14 +33,13 @@ class KnownValues:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute what has just been computed without values, if all of its arguments have them."""
-        if not isinstance(result, Tensor) or result.is_floating_point() or result.is_complex():
+        if not isinstance(result, Tensor):
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func in UNKNOWN or result.numel() > MOST_NUMEL or not all(t in self._values for t in tensors):
+        is_unknown = func in UNKNOWN or torch.Tag.nondeterministic_seeded in func.tags
+        if is_unknown or result.numel() > MOST_NUMEL or not all(t in self._values for t in tensors):
             for tensor in tensors if func._schema.name.endswith("_") else ():
                 self._values.pop(tensor, None)  # written with what nobody knows
-            return
-        if torch.Tag.nondeterministic_seeded in func.tags:
             return
         real_args, real_kwargs = tree_map(self._real, (args, kwargs))
         self._values[result] = func(*real_args, **real_kwargs)

@@ -29,6 +29,7 @@ from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.units import UnitPlan, plan_units
 
 _aten: Any = torch.ops.aten
+NO_VALUES = ("meta tensor", "nonzero", "data-independent", "data-dependent")  # what torch says where one is read
 Loss = Callable[[nn.Module, Mapping[str, Tensor] | Sequence[Tensor]], Tensor]
 
 
@@ -75,7 +76,7 @@ def measure(
     try:
         watch.run(given, loss or default_loss)
     except (NotImplementedError, RuntimeError, TypeError, AttributeError, ValueError) as problem:
-        raise UsageError(_cannot_run(copied, watch.deepest, problem)) from problem
+        raise UsageError(_cannot_run(copied, watch.deepest, problem, given)) from problem
     works = tuple(watch.work_of(i, plan, shape) for i, (plan, shape) in enumerate(zip(plans, shapes, strict=True)))
     if isinstance(loss, ChunkedLoss):
         held = {f"{loss.head}.{name}" for name, _ in copied.get_submodule(loss.head).named_parameters()}
@@ -151,12 +152,20 @@ def _moved(inputs: Any) -> Any:
     return [v.detach().to("meta") if isinstance(v, Tensor) else v for v in inputs]
 
 
-def _cannot_run(model: nn.Module, where: str, problem: Exception) -> str:
-    first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+def _cannot_run(model: nn.Module, where: str, problem: Exception, given: Any) -> str:
+    first = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")[:200]
+    name, place = type(model).__name__, f"in `{where}` or just behind it" if where else "in its forward"
+    said = f"{place}: {type(problem).__name__}: {first}"
+    if any(words in str(problem) for words in NO_VALUES):
+        return (
+            f"{name} cannot run without values: {said}. What reads values (.item(), nonzero, a branch on a tensor) has "
+            "none here. Plan the parts that run: lamina.plan(model.blocks[0], batch=..., seq=..., inputs=...)"
+        )
+    named = given.items() if isinstance(given, Mapping) else enumerate(given)
+    shapes = ", ".join(f"{k} {str(v.dtype)[6:]} {list(v.shape)}" for k, v in named if isinstance(v, Tensor))
     return (
-        f"{type(model).__name__} cannot run without values: in `{where or 'its forward'}`: {type(problem).__name__}: "
-        f"{first[:200]}. What reads values (.item(), nonzero, a branch on a tensor) has none here. Give inputs= that "
-        "avoid it, or plan a part that runs: lamina.plan(model.blocks[0], inputs=...)"
+        f"{name} does not run on the inputs of this plan ({shapes or 'none'}), {said}. A model that takes something "
+        "else than tokens is given it in Python: lamina.plan(model, gpus, batch=..., seq=..., inputs={'x': tensor})"
     )
 
 

@@ -18,15 +18,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lamina.errors import UsageError
 from lamina.planner.known_values import KnownValues
 from lamina.planner.measure_data import Event, Happens
 
 _aten: Any = torch.ops.aten
 CUDA_BLOCK_BYTES = 512  # what the caching allocator rounds to
+FLASH_WIDTH = 256  # of a head, the widest that flash attention takes
 UNSORTED_INDICES = 3072  # up to which an embedding's backward adds its rows without sorting them
 FLASH = frozenset(
     {
@@ -40,7 +43,9 @@ FLASH = frozenset(
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy whose parameters, buffers and other tensors lie on meta; ties stay ties. No memory is taken."""
     memo: dict[int, Any] = {}
-    for param in model.parameters():
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise UsageError(f"{name} of this {type(model).__name__} is lazy and has no shape yet: run the model once")
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
     for module in model.modules():
         for value in [*module._buffers.values(), *vars(module).values()]:
@@ -57,6 +62,8 @@ class KernelsOf(TorchFunctionMode):
         self.kind = kind
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__contains__:
+            return _is_among(*args)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         if func is F.rms_norm and self.kind == "cuda":
@@ -78,11 +85,17 @@ class KernelsOf(TorchFunctionMode):
             if attn_mask.dtype is torch.bool:
                 attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = attn_mask.expand(*query.shape[:-2], query.shape[-2], key.shape[-2])
+        alike = query.shape[-1] == value.shape[-1]  # heads of one width
         if self.kind == "cpu":
+            if not alike:
+                more = {"scale": scale, "enable_gqa": enable_gqa}
+                return _aten._scaled_dot_product_attention_math(
+                    query, key, value, attn_mask, dropout_p, is_causal, **more
+                )[0]
             return _aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
-        if attn_mask is None and query.dtype.itemsize == 2:
+        if attn_mask is None and query.dtype.itemsize == 2 and alike and query.shape[-1] <= FLASH_WIDTH:
             return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if enable_gqa and key.shape[1] != query.shape[1]:
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
@@ -101,6 +114,14 @@ class KernelsOf(TorchFunctionMode):
         if weight is None or weight.dtype is not input.dtype or len(normalized_shape) != 1:
             return func(input, normalized_shape, weight, eps)
         return _FusedNorm.apply(input, weight)
+
+
+def _is_among(values: Tensor, element: Any) -> bool:
+    """Models look for padding among the tokens, to warn of it. Tokens have no values here: there is none."""
+    try:
+        return bool((values == element).any())
+    except RuntimeError:
+        return False
 
 
 class _FusedNorm(torch.autograd.Function):

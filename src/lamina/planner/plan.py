@@ -28,7 +28,7 @@ SUFFIXES = {"": 1, "b": 1} | {
     f"{letter}{end}": base**power for power, letter in enumerate("kmgt", 1) for end, base in (("ib", 1024), ("b", 1000))
 }
 CHUNKED = (
-    "chunked loss is yours to write: call the output layer and the loss for a few thousand tokens at a time, each in",
+    "chunked loss is yours to write: call the output layer and the loss for a thousand tokens at a time, each in",
     "torch.utils.checkpoint, inside `with lamina.keep(head.weight):`, and plan it with loss=. `lamina train` does so.",
 )
 MOST_ROWS = 6  # moments of a step that are shown

@@ -22,6 +22,9 @@ _aten: Any = torch.ops.aten
 MATRIX = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}  # first factor
 
 
+GROUPED = _aten._grouped_mm.default
+
+
 class ProductCount:
     """Products, those of one shape counted together."""
 
@@ -42,14 +45,24 @@ def product_of(func: Any, args: Any, result: Any) -> MatrixProduct | None:
         batch = left.shape[0] if left.dim() == 3 else 1
         return MatrixProduct(left.shape[-2], right.shape[-1], left.shape[-1], batch, dtype_bytes=left.element_size())
     if func in FLASH:
-        query, key = args[0], args[1]
-        batch, heads, length, width = query.shape
+        query, key, value = args[:3]
+        batch, heads, length, _ = query.shape
+        width = (query.shape[-1] + value.shape[-1]) // 2  # of the two products
         return MatrixProduct(
             length, key.shape[2], width, batch * heads, dtype_bytes=query.element_size(), is_attention=True
         )
+    if func is GROUPED:
+        return _grouped(args[0], args[1])
     if func is _aten.convolution.default:
         return _convolution(args, result)
     return None
+
+
+def _grouped(left: Tensor, right: Tensor) -> MatrixProduct:
+    """Experts, (rows, k) by (groups, k, n): which row meets which is a value, so each gets as many."""
+    groups = right.shape[0] if right.dim() == 3 else left.shape[0]
+    rows = left.shape[-2] if left.dim() == 3 else max(1, left.shape[-2] // groups)
+    return MatrixProduct(rows, right.shape[-1], left.shape[-1], groups, dtype_bytes=left.element_size())
 
 
 def _convolution(args: Any, result: Tensor) -> MatrixProduct:

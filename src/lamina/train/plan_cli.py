@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--accumulate", type=int, help="micro-batches of a step (1)")
     add("--precision", choices=("bf16", "fp32"), help="of forward and backward (bf16)")
     add("--budget", help="memory of one GPU instead of the machine's, such as 40GiB")
-    add("--what-if", default="", metavar="gpus=64", help="the same with another number of GPUs, or machine=h200")
+    add("--what-if", default="", metavar="gpus=64,machine=h200", help="the same with other GPUs, either or both")
     add("--config", type=Path, help="take model, batches, precision from this file of lamina train")
     add("--save", type=Path, help="write a configuration that lamina train runs")
     add("--compare", type=Path, metavar="RUN", help="beside what was traced: the folder of a run, or its trace.json")
@@ -78,6 +78,9 @@ def _compare(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     if options.picture is not None:
         raise UsageError("--picture draws a comparison: type --compare RUN too")
+    for name in ("batch", "seq", "accumulate"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UsageError(f"--{name} {value}: a positive number is wanted")
     options.gpus, options.machine = 1 if options.gpus is None else options.gpus, options.machine or MACHINE
     config = Config() if options.config is None else read_toml(options.config)
     check_gpus(options.gpus)
@@ -179,14 +182,16 @@ def config_text(config: Config, opened: Planned, made: Plan) -> str:
 
 
 def _what_if(text: str, gpus: int, machine: str) -> list[tuple[int, str]]:
-    if not text:
-        return []
-    key, _, value = text.partition("=")
-    if key == "gpus" and value.isdecimal():
-        return [(int(value), machine)]
-    if key == "machine" and value:
-        return [(gpus, value)]
-    raise UsageError(f"--what-if {text}: type gpus=64 or machine=h200")
+    for part in text.split(",") if text else ():
+        key, _, value = part.strip().partition("=")
+        if key == "gpus" and value.isdecimal():
+            gpus = int(value)
+        elif key == "machine" and value:
+            machine = value
+        else:
+            raise UsageError(f"--what-if {text}: type gpus=64 or machine=h200, or both with a comma between them")
+    check_gpus(gpus)
+    return [(gpus, machine)] if text else []
 
 
 def _compared(made: Plan, other: Plan) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lamina.errors import UsageError
 from lamina.planner.measure import Loss
+from lamina.planner.meta_run import KernelsOf, LiveBytes, on_meta
 from lamina.train.chunked_loss import ChunkedHead, summed_loss, vocabulary_of
 from lamina.train.config import Config
 from lamina.train.export import GPT_FILE, find_gpt
@@ -51,7 +52,9 @@ def open_planned(word: str | None, config: Config) -> Planned:
         return Planned(word, model, token_loss, word)
     file = path if path.name.endswith(".json") else path / "config.json"
     if file.is_file():
-        return Planned(word, _pretrained(file, config), token_loss, str(file.parent))
+        built = _pretrained(file, config)
+        loss = token_loss if logits_are_the_heads(built) else whole_loss
+        return Planned(word, built, loss, str(file.parent))
     if ":" in word:
         return Planned(word, _called(word), None, None)
     raise UsageError(
@@ -71,8 +74,7 @@ def _pretrained(file: Path, config: Config) -> nn.Module:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except (ValueError, KeyError, OSError, TypeError) as problem:
-        first = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
-        raise UsageError(f"{file}: transformers does not build a model of it: {first}") from None
+        raise UsageError(f"{file}: transformers does not build a model of it: {_first_line(problem)}") from None
     model.tie_weights()
     if config.lora is not None:
         with torch.device("meta"):
@@ -86,14 +88,22 @@ def _called(word: str) -> nn.Module:
         build = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as problem:
         raise UsageError(f"{word}: {problem}; type module:function, the module being on the Python path") from None
+    except Exception as problem:
+        raise UsageError(f"{word}: importing {module_name} failed: {_first_line(problem)}") from problem
     try:
         with torch.device("meta"):
             model = build()
     except TypeError as problem:
         raise UsageError(f"{word} cannot be called without arguments: {problem}") from None
+    except Exception as problem:
+        raise UsageError(f"{word} failed on meta, without memory: {_first_line(problem)}") from problem
     if not isinstance(model, nn.Module):
         raise UsageError(f"{word} returned a {type(model).__name__}, wanted an nn.Module")
     return model
+
+
+def _first_line(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {(str(problem).strip().splitlines() or [''])[0]}"
 
 
 def token_loss(model: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
@@ -106,5 +116,42 @@ def token_loss(model: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor]
         chunked = ChunkedHead(head, vocabulary_of(head))
         chunked.labels = labels
         return model(**given).logits.sum()
-    output = model(**given)
-    return summed_loss(getattr(output, "logits", output).flatten(0, 1), labels)
+    return whole_loss(model, inputs)
+
+
+def whole_loss(model: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
+    """The same where the logits are cut nowhere."""
+    output = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    logits = getattr(output, "logits", output).flatten(0, 1)
+    return summed_loss(logits, torch.empty(logits.shape[0], dtype=torch.long, device=logits.device))
+
+
+class _BehindHead(LiveBytes):
+    """Whether anything but views and casts is computed once the output layer has run."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self.head_ran = self.changed = False
+
+    def saw(self, func: Any, args: Any, kwargs: Any, result: Any, made: bool) -> None:
+        writes = func._schema.name.endswith("_")
+        self.changed |= self.head_ran and (made or writes) and func is not torch.ops.aten._to_copy.default
+
+
+def logits_are_the_heads(model: nn.Module) -> bool:
+    """False where a model scales or caps them: `lamina train` tries it with numbers, and computes all of them then."""
+    head, watch = output_layer(model), _BehindHead()
+    if head is None:
+        return False
+    copied = on_meta(model)
+    its_head = output_layer(copied)
+    assert its_head is not None
+    ran = its_head.register_forward_hook(lambda *_: setattr(watch, "head_ran", True))
+    try:
+        with KernelsOf("cuda"), torch.device("meta"), torch.no_grad(), watch:
+            copied(input_ids=torch.empty(1, 8, dtype=torch.long), use_cache=False)
+    except Exception:
+        return True  # what is wrong with the model is said when it is measured
+    finally:
+        ran.remove()
+    return not watch.changed

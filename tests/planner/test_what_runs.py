@@ -1,0 +1,106 @@
+"""Which models a plan can run without values, what it counts in them, and what it says of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lamina.errors import UsageError
+from lamina.planner.measure import measure
+from lamina.planner.workload import MatrixProduct
+from lamina.train.planned import logits_are_the_heads
+
+LONG = 70_000  # tokens of one sequence
+
+
+class Calls(nn.Module):
+    """A linear layer over what a function makes of tokens and their embedding."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.head, self.function = nn.Embedding(16, 8), nn.Linear(8, 16), function
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.function(tokens, self.embedding(tokens)))
+
+
+def products_of(function: Callable[[Tensor, Tensor], Tensor], seq: int = 4, **more: Any) -> list[MatrixProduct]:
+    """All but the linear layer's."""
+    measured = measure(Calls(function), 2, seq, **more)
+    products = [product for unit in measured.workload.units for product in unit.forward_products]
+    assert MatrixProduct(2 * seq, 16, 8, dtype_bytes=products[-1].dtype_bytes) in products
+    return [product for product in products if (product.m, product.n) != (2 * seq, 16)]
+
+
+def narrow_values(tokens: Tensor, x: Tensor) -> Tensor:
+    """Latent attention: values are narrower than queries and keys."""
+    wide = torch.cat((x, x), -1).unsqueeze(1)  # [batch, 1, seq, 16]
+    mixed = scaled_dot_product_attention(wide, wide, x.unsqueeze(1), is_causal=True)
+    assert mixed.shape == (*x.shape[:1], 1, *x.shape[1:])
+    return mixed.squeeze(1)
+
+
+def test_attention_whose_values_are_narrower() -> None:
+    (product,) = products_of(narrow_values, precision="bf16")
+    assert product.is_attention and (product.m, product.n, product.k, product.batch) == (4, 4, 12, 2)
+    by_parts = products_of(narrow_values, kind="cpu")  # no kernel for it there: two products
+    assert [(p.m, p.n, p.k) for p in by_parts] == [(4, 4, 16), (4, 8, 4)]
+
+
+def experts(tokens: Tensor, x: Tensor) -> Tensor:
+    rows, ends = x.flatten(0, 1), torch.empty(3, dtype=torch.int32)
+    weights = torch.empty(3, 8, 8, dtype=rows.dtype)
+    return torch._grouped_mm(rows, weights, offs=ends).view_as(x)
+
+
+def test_products_of_experts_are_products() -> None:
+    """24 rows over three experts, whoever takes which."""
+    (product,) = products_of(experts, seq=12, precision="bf16")
+    assert product == MatrixProduct(8, 8, 8, batch=3)
+
+
+def no_padding(tokens: Tensor, x: Tensor) -> Tensor:
+    return x * float("nan") if 0 in tokens[:, [-1, 0]] else x
+
+
+def all_ones(tokens: Tensor, x: Tensor) -> Tensor:
+    return x if bool(torch.ones(tokens.shape).all()) else x[:, :0]
+
+
+def in_a_row(tokens: Tensor, x: Tensor) -> Tensor:
+    return x if bool((torch.arange(tokens.shape[1]).diff() == 1).all()) else x[:, :0]
+
+
+@pytest.mark.parametrize("function, seq", [(no_padding, 4), (all_ones, 4), (in_a_row, LONG)])
+def test_what_is_known_of_inputs(function: Callable[[Tensor, Tensor], Tensor], seq: int) -> None:
+    """Models that warn of padding, make their own mask, and look at positions of long sequences."""
+    assert products_of(function, seq) == []
+
+
+def test_random_numbers_are_not_known() -> None:
+    with pytest.raises(UsageError, match="cannot run without values: in `embedding` or just behind it"):
+        products_of(lambda tokens, x: x * float(torch.zeros(1).normal_().item()))
+
+
+def test_inputs_of_another_kind_are_asked_for() -> None:
+    with pytest.raises(UsageError, match=r"does not run on the inputs of this plan \(input int64 \[1, 8\]\).*inputs="):
+        measure(nn.Conv2d(3, 4, 3), 1, 8)
+    assert measure(nn.Conv2d(3, 4, 3), 2, 1, inputs=[torch.zeros(2, 3, 8, 8)]).numel == 3 * 4 * 9 + 4
+    with pytest.raises(UsageError, match="weight of this Sequential is lazy .* run the model once"):
+        measure(nn.Sequential(nn.LazyLinear(4)), 1, 8)
+
+
+def test_logits_that_are_capped_or_scaled_are_not_the_heads() -> None:
+    """`lamina train` computes all of them at once then, so a plan must count them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    sizes |= {"hidden_size": 16, "vocab_size": 32, "head_dim": 8}
+    with torch.device("meta"):
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+    assert logits_are_the_heads(plain) and not logits_are_the_heads(capped)
