@@ -90,7 +90,7 @@ def read_everything(source: Source) -> Everything:
     for name, entry in source.optimizer.states.items() if source.optimizer is not None else ():
         into = found.states.setdefault(name, {})
         transfers += [_transfer(into, key, source.state(name, key)) for key in (*entry.split, *entry.whole)]
-    source.fill(transfers, staging)
+    source.verify((), staging, transfers)
     found.extra = source.beside(0, 0, staging)["extra"]
     return found
 
@@ -221,7 +221,7 @@ def write_hf(
             for name in file.placed:
                 held: dict[str, Tensor] = {}
                 transfer = _transfer(held, name, source.tensors[name])
-                source.fill([transfer], staging)
+                source.verify((), staging, [transfer])
                 opened.write(view_of(as_bytes(held[name].to(file.placed[name].dtype))))
         if DataFile(folder / file.name, file.size_bytes).placed != file.placed:
             raise AssertionError(f"{file.name} reads back otherwise than it was written")

@@ -295,6 +295,11 @@ class DataFile:
             raise CheckpointError(f"{self.path} holds less of `{key}` than the manifest says. {_ANOTHER}")
         return place
 
+    def position(self, key: str, start: int) -> int:
+        """Where element `start` of a stored tensor lies in the data, in bytes."""
+        place = self.place(key, start)
+        return place.start_byte + start * place.dtype.itemsize
+
     def check(self, key: str, start: int, stop: int, staging: Tensor) -> None:
         """Compare the checksums of all blocks that hold elements [start, stop) of a stored tensor; each block once.
 
@@ -377,7 +382,9 @@ class DataFile:
             at = block * self._block_bytes
             a, b = max(begin, at), min(end, at + self._block_bytes)
             part = into[(a - begin) // stored.itemsize : (b - begin) // stored.itemsize]
-            if is_plain and b - a == min(self._block_bytes, self._data_bytes - at):
+            if self._verified[block]:  # by another tensor in it
+                self.read(key, start + (a - begin) // stored.itemsize, part, rooms[thread])
+            elif is_plain and b - a == min(self._block_bytes, self._data_bytes - at):
                 self._read_block(block, as_bytes(part))
             else:
                 self._read_block(block, rooms[thread])

@@ -48,6 +48,9 @@ class TensorFile:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._flat = {key: _flat(tensor) for key, tensor in tensors.items()}
 
+    def position(self, key: str, start: int) -> int:
+        return 0  # in memory, where the order does not matter
+
     def check(self, key: str, start: int, stop: int, staging: Tensor) -> None:
         if stop > self._flat[key].numel():
             raise CheckpointError(f"`{key}` has {self._flat[key].numel()} elements, and {stop} are wanted")
@@ -275,8 +278,9 @@ class DcpSource(Source):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)  # keys as they are stored
         dcp.load(state, checkpoint_id=str(self.where), planner=planner, no_dist=True)
 
-    def verify(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
+    def verify(self, transfers: Sequence[Transfer], staging: Tensor, fresh: Sequence[Transfer] = ()) -> None:
         """Nothing more than `_check_files` can be known."""
+        self.transfer(fresh, staging)
 
     def transfer(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
         """All ranges in one load; one with a key that was there already in a further one."""

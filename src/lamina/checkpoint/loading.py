@@ -9,8 +9,8 @@ keys that do not fit are found on some ranks, or while values are being overwrit
     transfer  read it again, into masters, buffers and optimizer states
 
 After each, the ranks agree. Until `transfer` nothing has been changed. What is read twice comes from the page cache the
-second time, unless a rank's part is larger than that; a copy of the part in memory is never made. States of an
-optimizer that has none yet, two thirds of a restart, are read once: nobody has their memory before `transfer`.
+second time, as far as that holds it; a copy of a rank's part in memory is never made. States of an optimizer that has
+none yet, two thirds of a restart, are read once: nobody has their memory before `transfer`.
 """
 
 from __future__ import annotations
@@ -150,17 +150,15 @@ class Loading:
         Optimizer states that are made anew are read on the way.
         """
         transfers = self.matched.transfers + [copy for _, _, copy in self.matched.copies]
-        if self.plan is not None and self.plan.fresh:
-            self.source.fill(self.plan.fresh, self.staging)  # first: what is read twice then stays in the page cache
-        self.source.verify(transfers + ([] if self.plan is None else self.plan.transfers), self.staging)
+        states, fresh = ([], []) if self.plan is None else (self.plan.transfers, self.plan.fresh)
+        self.source.verify(transfers + states, self.staging, fresh)
         check_copies(self.source, self.matched, self.staging)
         return self.source.beside(self.rank, self.world, self.staging)
 
     def transfer(self, beside: dict[str, Any]) -> None:
         """Change the model."""
-        if self.plan is not None:  # what was verified last comes first: the page cache has it
-            self.source.transfer(self.plan.transfers[::-1], self.staging)
-        self.source.transfer(self.matched.transfers[::-1], self.staging)
+        states = [] if self.plan is None else self.plan.transfers
+        self.source.transfer(self.matched.transfers + states, self.staging)
         # their memory was written, which autograd has not seen
         torch.autograd.graph.increment_version([into for _, _, into in self.matched.transfers])
         for unit in self.runtime.units:

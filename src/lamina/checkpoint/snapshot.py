@@ -87,13 +87,15 @@ class Snapshot:
         return [crc_of(whole.values) for whole in self.wholes + self.state_wholes] + [beside]
 
     def own_items(self) -> list[Item]:
-        """This rank's parts of parameters and of the states that are split like them: nobody has to be asked."""
-        items: list[Item] = []
-        for h in self.held:
-            if h.written[0] < h.written[1]:
-                items.append(Item(parameter_key(h.name), h.part(local_of(h.param))))
-                states = {} if self.states is None else self.states.split.get(h.name, {})
-                items += [Item(state_key(key, h.name), h.part(values)) for key, values in states.items()]
+        """This rank's parts of parameters and of the states that are split like them: nobody has to be asked.
+
+        The parameters come first, in one run: a model is loaded without its optimizer more often than the other way.
+        """
+        written = [h for h in self.held if h.written[0] < h.written[1]]
+        items = [Item(parameter_key(h.name), h.part(local_of(h.param))) for h in written]
+        split = {} if self.states is None else self.states.split
+        for h in written:
+            items += [Item(state_key(key, h.name), h.part(values)) for key, values in split.get(h.name, {}).items()]
         return items
 
     def named_wholes(self) -> list[Whole]:

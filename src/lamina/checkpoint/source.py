@@ -3,6 +3,12 @@
 torch.distributed.checkpoint reads with a plan per rank that must fit what the plan of the save put together. Here a
 stored tensor is a list of flat ranges, so what a rank needs of it is an intersection of ranges, whatever wrote it: this
 rank's part of a parameter is read from wherever it lies, and nothing else is.
+
+Note [order of reading]
+    What is verified and read a second time may be more than the page cache holds. A disk wants to be read as files lie,
+    and the cache forgets first what was read first. So files are verified from the last window to the first, each
+    window forwards, and then read from the first to the last: as much as the cache can hold of it, it has. The end of
+    what has just been saved is met first, too.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from torch import Tensor
 
 from lamina.checkpoint import folders
 from lamina.checkpoint.checksums import threads_for
-from lamina.checkpoint.datafile import DataFile
+from lamina.checkpoint.datafile import BLOCK_BYTES, DataFile
 from lamina.checkpoint.manifest import (
     Manifest,
     OptimizerEntry,
@@ -30,6 +36,8 @@ from lamina.checkpoint.manifest import (
 )
 from lamina.checkpoint.values import decode, dtype_of
 from lamina.errors import CheckpointError, LaminaError
+
+WINDOW_BYTES = 64 * BLOCK_BYTES  # far more than a system reads ahead
 
 
 class StoredPiece(NamedTuple):
@@ -64,6 +72,8 @@ class Stored:
 class Readable(Protocol):
     """A file that can be read by ranges of its keys; `DataFile` is one."""
 
+    def position(self, key: str, start: int) -> int: ...
+
     def check(self, key: str, start: int, stop: int, staging: Tensor) -> None: ...
 
     def read(self, key: str, start: int, into: Tensor, staging: Tensor) -> None: ...
@@ -87,6 +97,20 @@ class Transfer(NamedTuple):
                 scale * (a + piece.skip - piece.start),
                 torch.view_as_real(place).view(-1) if scale == 2 else place,
             )
+
+
+class Part(NamedTuple):
+    """Elements of a key that are wanted, from `start` on; all in one window."""
+
+    file: int
+    position_bytes: int  # in the data of the file
+    key: str
+    start: int
+    into: Tensor  # 1D
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.file, self.position_bytes // WINDOW_BYTES
 
 
 class Source:
@@ -116,22 +140,35 @@ class Source:
             self._files[number] = self.open_file(number)
         return self._files[number]
 
-    def verify(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
-        """Read all that is going to be used and compare its checksums."""
-        for transfer in transfers:
-            for piece, at, into in transfer.parts():
-                self.file(piece.file).check(piece.key, at, at + into.numel(), staging)
+    def verify(self, transfers: Sequence[Transfer], staging: Tensor, fresh: Sequence[Transfer] = ()) -> None:
+        """Read all that is going to be used and compare its checksums, if it has some: Note [order of reading].
 
-    def fill(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
-        """Both at once, for places that nobody looks at if this raises."""
-        self.verify(transfers, staging)
-        self.transfer(transfers, staging)
+        Args:
+            transfers: what is read a second time, by `transfer`.
+            fresh: for places that nobody looks at if this raises: they are filled on the way.
+        """
+        for part in self.parts_of(transfers):
+            self.file(part.file).check(part.key, part.start, part.start + part.into.numel(), staging)
+        self.transfer(fresh, staging)
 
     def transfer(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
         """Copy what is wanted into its place."""
+        for part in self.parts_of(transfers):
+            self.file(part.file).read(part.key, part.start, part.into, staging)
+
+    def parts_of(self, transfers: Sequence[Transfer]) -> list[Part]:
+        """All that is wanted, as it lies in the files."""
+        found = []
         for transfer in transfers:
+            item_bytes = transfer.stored.dtype.itemsize // (2 if transfer.stored.dtype.is_complex else 1)
             for piece, at, into in transfer.parts():
-                self.file(piece.file).read(piece.key, at, into, staging)
+                position_bytes = self.file(piece.file).position(piece.key, at)
+                while into.numel():
+                    room_bytes = WINDOW_BYTES - position_bytes % WINDOW_BYTES
+                    head, into = into[: max(1, room_bytes // item_bytes)], into[max(1, room_bytes // item_bytes) :]
+                    found.append(Part(piece.file, position_bytes, piece.key, at, head))
+                    at, position_bytes = at + head.numel(), position_bytes + head.numel() * item_bytes
+        return sorted(found, key=lambda part: part[:2])
 
 
 class LaminaSource(Source):
@@ -170,12 +207,17 @@ class LaminaSource(Source):
         entry = self.manifest.files[number]
         return DataFile(self.where / entry.name, entry.size_bytes, entry.header_crc32, self._threads)
 
-    def fill(self, transfers: Sequence[Transfer], staging: Tensor) -> None:
-        for transfer in transfers:
-            for piece, at, into in transfer.parts():
-                file = self.file(piece.file)
-                assert isinstance(file, DataFile)
-                file.read_checked(piece.key, at, into, staging)
+    def verify(self, transfers: Sequence[Transfer], staging: Tensor, fresh: Sequence[Transfer] = ()) -> None:
+        parts = [(part, False) for part in self.parts_of(transfers)] + [(part, True) for part in self.parts_of(fresh)]
+        parts.sort(key=lambda pair: pair[0].position_bytes)
+        parts.sort(key=lambda pair: pair[0].window, reverse=True)  # stable
+        for part, is_fresh in parts:
+            file = self.file(part.file)
+            assert isinstance(file, DataFile)
+            if is_fresh:
+                file.read_checked(part.key, part.start, part.into, staging)
+            else:
+                file.check(part.key, part.start, part.start + part.into.numel(), staging)
 
     def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
         shared = self.file(0 if self.manifest.extra == "shared" else self._own)
