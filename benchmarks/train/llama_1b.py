@@ -1,8 +1,8 @@
 """A Hugging Face folder of a Llama shape with 1.24 B parameters (that of Llama 3.2 1B), with random weights.
 
-    python benchmarks/train/llama_1b.py FOLDER
+    python benchmarks/train/llama_1b.py FOLDER [smollm2]        # or that of SmolLM2-135M
 
-The tokenizer gives every byte a token; the vocabulary keeps its 128,256 rows, so the logits cost what they would.
+The tokenizer gives every byte a token; the vocabulary keeps all its rows, so the logits cost what they would.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-SHAPE = {
+SHAPE_1B = {
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -27,11 +28,20 @@ SHAPE = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
+SHAPE_SMOLLM2 = {
+    **SHAPE_1B,
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPE)
+    config = transformers.LlamaConfig(**shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -52,7 +62,7 @@ def write_tokenizer(folder: Path) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True)
-    write_model(folder)
+    write_model(folder, SHAPE_SMOLLM2 if sys.argv[2:] == ["smollm2"] else SHAPE_1B)
     write_tokenizer(folder)
 
 

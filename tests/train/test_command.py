@@ -12,9 +12,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import lamina
 from lamina import cli
+from lamina.train.cli import _cut_short
 from lamina.train.view import Plain, Progress, Relay, RelayReader, Terminal
 from train.runs import losses, write_text
 
@@ -48,6 +50,7 @@ def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     text = "".join(shown)
     assert code == 130 and "stopped by SIGINT behind step" in text, text
     assert "lamina train --resume runs/1" in text and "Traceback" not in text
+    assert "stopping behind this step" in text and "ended before" not in text
     checkpoint = lamina.latest(str(tmp_path / "runs" / "1" / "checkpoints"))
     assert checkpoint is not None and max(losses(tmp_path / "runs" / "1")) == int(checkpoint[-6:])
 
@@ -90,6 +93,13 @@ def test_mistakes_that_need_no_rank(
     assert cli.main(words) in (1, 2)
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
+    assert _cut_short(tmp_path) == "ended without a checkpoint"
+    model = lamina.shard(torch.nn.Linear(2, 2), "ddp")
+    lamina.save(str(tmp_path / "checkpoints" / "step-000003"), model)
+    assert f"from step-000003: lamina train --resume {tmp_path}" in _cut_short(tmp_path)
 
 
 def test_what_rank_0_shows_reaches_the_launching_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def test_a_resolved_configuration_is_its_own_file(tmp_path: Path) -> None:
     [
         ("modle = 'x'", ["`modle`", "`model`"]),
         ("[optimisation]\nlearning_rte = 1", ["`optimisation.learning_rte`"]),
+        ("[optimisation]\nlearning_rate = 1", ["Did you mean `lr`?"]),
+        ("batch_size = 1", ["Did you mean `batch` in section [batches]?"]),
         ("[optimisation]\nstep = 1", ["`optimisation.step`", "Did you mean `steps`?"]),
         ("strategy = 'zero3'", ["`strategy`", "in section [sharding]"]),
         ("[batches]\nwarmup = 1", ["`batches.warmup`", "[optimisation]"]),
@@ -86,6 +88,9 @@ def test_flags_over_a_file(tmp_path: Path) -> None:
 def test_a_misspelled_flag() -> None:
     code, _, err = command("--strategi", "zero3")
     assert code == 2 and "--strategy" in err
+    for theirs, ours in (("--learning-rate", "--lr"), ("--gpus=2", "--nprocs")):
+        code, _, err = command(theirs, "2")
+        assert code == 1 and f"here it is called {ours}" in err
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,18 @@ def test_a_misspelled_flag() -> None:
         ({"lora": "r=16"}, ["--model"]),
         ({"recompute": "some"}, ["recompute='some'"]),
         ({"steps": 0}, ["optimisation.steps=0"]),
+        ({"batch": 0}, ["batches.batch=0"]),
+        ({"heads": -2}, ["architecture.heads=-2"]),
+        ({"lr": float("nan")}, ["optimisation.lr=nan"]),
+        ({"lr": float("inf")}, ["optimisation.lr=inf"]),
         ({"clip": -1.0}, ["clip"]),
+        ({"clip": float("nan")}, ["clip=nan"]),
+        ({"weight_decay": -0.1}, ["weight_decay"]),
+        ({"beta2": 1.0}, ["beta2"]),
+        ({"warmup": -1}, ["warmup"]),
+        ({"final_lr": 1.5}, ["final_lr", "at most 1"]),
+        ({"sample_tokens": -1}, ["sample_tokens"]),
+        ({"seed": 10**20}, ["seed"]),
     ],
 )
 def test_values_that_no_run_can_have(changes: dict[str, object], words: list[str]) -> None:

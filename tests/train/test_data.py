@@ -100,6 +100,9 @@ BAD_FILES: list[tuple[str, bytes, list[str]]] = [
     ("a.jsonl", b'{"prompt": "x"}\n', ["'prompt'", "`messages`", "`text`"]),
     ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', ["`role` and `content`"]),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', ["assistant"]),
+    ("a.jsonl", b'{"messages": [{"role": "assistent", "content": "x"}]}\n', ["'assistent'", "'assistant'"]),
+    ("a.jsonl", b'{"messages": [{"role": "User", "content": "x"}]}\n', ["'User'", "'user'"]),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": null}]}\n', ["must be text", "null"]),
     ("a.bin", b"x", [".jsonl"]),
 ]
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lamina
 from architectures.models import ARCHITECTURES
 from harness import expect_error, run_ranks
 from lamina.core.shard_tensor import Shard
@@ -23,6 +24,7 @@ from lamina.train.documents import Document, read_documents
 from lamina.train.export import hugging_face_state
 from lamina.train.objective import NextToken, chunks_agree
 from lamina.train.pretrained import Pretrained, fill, open_pretrained
+from lamina.train.sample_cli import Command, written
 from train.folders import write_chat, write_llama, write_tokenizer
 from train.runs import changed, losses, small, train, write_text
 
@@ -96,8 +98,8 @@ def round_trips(folder: Path) -> dict[str, tuple[bool, float, float]]:
 
 def test_architectures_come_back_as_they_were(tmp_path: Path) -> None:
     found = run_ranks(2, round_trips, tmp_path, timeout=100)[0]
-    for name, (in_ranges, read, written) in found.items():
-        assert read < 1e-5 and written < 1e-5, name
+    for name, (in_ranges, read, again) in found.items():
+        assert read < 1e-5 and again < 1e-5, name
         assert in_ranges == (name in IN_RANGES), name
 
 
@@ -177,7 +179,7 @@ def test_fine_tuning_ends_in_a_folder_that_transformers_loads(llama: Path, tmp_p
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     words = transformers.AutoTokenizer.from_pretrained(folder)
     assert words("1 + 1")["input_ids"] == words.convert_tokens_to_ids([*"1 + 1"])
-    again = run_ranks(1, train, 1, tuned(folder, tmp_path / "again", text, evaluate_batches=99, steps=1))[0]
+    again = run_ranks(1, train, 1, tuned(folder.parent, tmp_path / "again", text, evaluate_batches=99, steps=1))[0]
     assert f"step 0: held-out loss {held_out[12]:.3f}" in again, "the weights that were trained are those in the folder"
     assert model.config.tie_word_embeddings
 
@@ -214,6 +216,10 @@ def test_adapters(llama: Path, tmp_path: Path) -> None:
                 layer.weight += 2.0 * b @ a
     model.save_pretrained(tmp_path / "merged")
     write_tokenizer(tmp_path / "merged")
+    texts = [
+        run_ranks(1, written, Command(str(tmp_path / n), prompt="7 + ", temperature=0.0)) for n in ("run", "merged")
+    ]
+    assert texts[0] == texts[1], "lamina sample puts the adapter on its model"
     again = run_ranks(1, train, 1, tuned(tmp_path / "merged", tmp_path / "again", text, steps=1))[0]
     assert f"step 0: held-out loss {held_out[12]:.3f}" in again
 
@@ -245,6 +251,14 @@ def test_a_run_on_conversations(llama: Path, tmp_path: Path) -> None:
 def spoil(folder: Path, how: str) -> None:
     if how == "no config":
         (folder / "config.json").unlink()
+    elif how == "adapter":
+        (folder / "config.json").rename(folder / "adapter_config.json")
+    elif how == "few positions":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 31}))
+    elif how == "few words":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
     elif how == "no tokenizer":
         for file in folder.glob("token*"):
             file.unlink()
@@ -271,6 +285,9 @@ def spoil(folder: Path, how: str) -> None:
 
 SPOILED = {
     "no config": ["config.json"],
+    "adapter": ["adapter alone"],
+    "few positions": ["batches.length=32", "31 positions", "--length 31"],
+    "few words": ["tokenizer", "20 words"],
     "no tokenizer": ["no tokenizer", "tokenizer.json"],
     "truncated": ["model.safetensors", "corrupt"],
     "missing file": ["model-2.safetensors", "missing"],
@@ -280,6 +297,13 @@ SPOILED = {
     "no template": ["chat.jsonl", "no chat template"],
     "strange template": ["chat.jsonl, line", "template"],
 }
+FOUND_WHILE_READING = ("truncated", "missing file", "shape")  # by each rank
+
+
+def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(lamina.UsageError, match="is a file, wanted the folder.*gguf_file="):
+        open_pretrained(str(tmp_path / "model.gguf"), None, 0, "fp32")
 
 
 @pytest.mark.parametrize("how", SPOILED)
@@ -288,7 +312,12 @@ def test_folders_that_are_no_models_are_named(how: str, tmp_path: Path) -> None:
     spoil(folder, how)
     data = write_chat(tmp_path) if "template" in how else write_text(tmp_path)
     config = tuned(folder, tmp_path / "run", data)
-    expect_error(2, train, 2, config, error="UsageError", contains=SPOILED[how])
+    if how in FOUND_WHILE_READING:
+        expect_error(2, train, 2, config, error="UsageError", contains=SPOILED[how])
+    else:
+        with pytest.raises(lamina.UsageError) as caught:
+            train(1, config)
+        assert all(word in str(caught.value) for word in SPOILED[how]), caught.value
     assert not (tmp_path / "run").exists(), "nothing half-written"
 
 

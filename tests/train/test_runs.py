@@ -22,9 +22,11 @@ from lamina.planner.machine import load_machine
 from lamina.trace.recording import load_trace
 from lamina.train import run as train_run
 from lamina.train.config import Config, read_toml
+from lamina.train.data import Batch
 from lamina.train.folder import Metrics
 from lamina.train.loggers import find_logger
 from lamina.train.loop import TRACE_STEPS, Training
+from lamina.train.objective import NextToken
 from lamina.train.sample_cli import Command, written
 from train.runs import changed, losses, small, train, write_text
 
@@ -236,11 +238,27 @@ def test_a_full_disk_leaves_no_half_result(tmp_path: Path) -> None:
 
 
 def diverging(text: Path, folder: Path) -> None:
-    train(2, small(text, folder, lr=1e30, warmup=1, clip=0.0, steps=60, log_every=1, evaluate_every=50))
+    """Step 1 is right, and what it leaves makes step 2's loss infinite; looked at behind step 10."""
+    backward = NextToken.backward
+    done: list[int] = []
+
+    def spoiled(self: NextToken, batch: Batch, total: int) -> Any:
+        done.append(1)
+        return backward(self, batch, total) * (1.0 if len(done) < 5 else float("inf"))
+
+    NextToken.backward = spoiled  # type: ignore[method-assign]
+    try:
+        train(2, small(text, folder, steps=60, log_every=10, evaluate_every=50, save_every=4))
+    finally:
+        NextToken.backward = backward  # type: ignore[method-assign]
 
 
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
-    expect_error(2, diverging, write_text(tmp_path), tmp_path / "run", error="StateError", contains=("finite", "--lr"))
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_good_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ("the loss is no finite number in step 5", f"--resume {folder} with a smaller --lr")
+    expect_error(2, diverging, write_text(tmp_path), folder, error="StateError", contains=words)
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000004"]
+    assert [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]["loss"] is None
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

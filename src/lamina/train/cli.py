@@ -20,9 +20,10 @@ from typing import Annotated
 import torch
 import tyro
 
+from lamina.checkpoint.api import latest
 from lamina.errors import LaminaError, LaunchError, UsageError
 from lamina.launch import CPU_RANKS, launch
-from lamina.train.config import Config, read_toml, to_toml
+from lamina.train.config import ELSEWHERE, Config, read_toml, to_toml
 from lamina.train.documents import read_documents
 from lamina.train.export import find_gpt
 from lamina.train.folder import next_folder
@@ -32,7 +33,8 @@ from lamina.train.resolve import Machine, resolve
 from lamina.train.run import Request, run
 from lamina.train.view import RelayReader, open_view
 
-STOP_S = 60.0  # from Ctrl-C to the end of the ranks: a step, and a checkpoint
+STOP_S = 300.0  # from Ctrl-C to the end of the ranks: two steps and a checkpoint, of a large model on a slow disk
+STOPPING = b"\nlamina train: stopping behind this step, with a checkpoint (Ctrl-C again: at once, without)\n"
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ def _train(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str], file: str | None) -> Command:
+    for word in argv:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if word.startswith("--") and name in ELSEWHERE:
+            raise UsageError(f"{word}: here it is called --{ELSEWHERE[name].replace('_', '-')}")
     default = Command(Config() if file is None else read_toml(Path(file)))
     command = tyro.cli(Command, args=argv, default=default, prog="lamina train", description=_described(Command))
     if command.resume is None:
@@ -141,25 +147,39 @@ def _machine(command: Command) -> Machine:
 
 def _launch(request: Request, ranks: int) -> int:
     view = open_view(sys.stdout)
+    reader = RelayReader(view)
     try:
-        with _sigterm_as_interrupt(), contextlib.redirect_stdout(RelayReader(view)):  # type: ignore[type-var]
+        with _signals_as_interrupts(), contextlib.redirect_stdout(reader):  # type: ignore[type-var]
             launch(run, nprocs=ranks, args=(request,), grace_s=STOP_S)
     except KeyboardInterrupt:
+        if not reader.said.startswith("stopped by"):
+            print(f"lamina train: {_cut_short(Path(request.config.output or ''))}", file=sys.stderr)
         return 130
     finally:
         view.close()
     return 0
 
 
+def _cut_short(folder: Path) -> str:
+    """What is left of a run whose ranks were ended before they had saved."""
+    checkpoints = folder / "checkpoints"
+    found = latest(str(checkpoints)) if checkpoints.is_dir() else None
+    if found is None:
+        return "ended without a checkpoint"
+    return f"ended before a new checkpoint was whole; from {Path(found).name}: lamina train --resume {folder}"
+
+
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Both mean: let the ranks end their step and save."""
+def _signals_as_interrupts() -> Iterator[None]:
+    """Ctrl-C and SIGTERM mean: let the ranks end their step and save."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        os.write(2, STOPPING)  # no print: this may have interrupted one
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

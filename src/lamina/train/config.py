@@ -19,6 +19,29 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from lamina.errors import UsageError
 
 Part = TypeVar("Part")
+ELSEWHERE = {  # what other programs call it
+    "learning_rate": "lr",
+    "max_steps": "steps",
+    "batch_size": "batch",
+    "seq_len": "length",
+    "sequence_length": "length",
+    "max_length": "length",
+    "block_size": "length",
+    "warmup_steps": "warmup",
+    "gradient_accumulation_steps": "accumulate",
+    "max_grad_norm": "clip",
+    "eval_steps": "evaluate_every",
+    "save_steps": "save_every",
+    "logging_steps": "log_every",
+    "lr_scheduler_type": "schedule",
+    "output_dir": "output",
+    "gradient_checkpointing": "recompute",
+    "bf16": "precision",
+    "dtype": "precision",
+    "lora_r": "lora",
+    "gpus": "nprocs",
+    "nproc_per_node": "nprocs",
+}
 StrategyName = Literal["auto", "ddp", "zero1", "zero2", "zero3", "hsdp"]
 
 
@@ -170,7 +193,8 @@ def _build(kind: type[Part], given: dict[str, Any], where: str, section: str) ->
 def _nearest(key: str, section: str) -> str:
     """The cure for a key that does not exist: where it, or what it resembles, belongs."""
     places = {name: part for part, names in _sections().items() for name in names}
-    match = difflib.get_close_matches(key, places, n=1, cutoff=0.5)
+    known = ELSEWHERE.get(key.lower())
+    match = [known] if known in places else difflib.get_close_matches(key, places, n=1, cutoff=0.5)
     if not match:
         keys = _sections().get(section.rstrip("."), [])
         return f"Keys here are {', '.join(keys)}"

@@ -17,6 +17,7 @@ from typing import Any
 from lamina.errors import UsageError
 
 TEXT_FILES = {".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv"}
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")  # others are the template's affair
 HELD_OUT = 10  # every tenth document, or the last tenth of a text that is one document
 FEW_DOCUMENTS = 20  # with fewer, one in ten says too little: each gives its last tenth
 LIBRARY_BYTES = 12_000_000  # of the standard library's sources: more than any default run reads
@@ -115,11 +116,22 @@ def _of_line(line: str, where: str) -> Document:
             f"the keys are {', '.join(map(repr, row))}"
         )
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise UsageError(f"{where}: each message needs `role` and `content`, got {json.dumps(message)[:80]}")
+        _check_message(message, where)
     if not any(message["role"] == "assistant" for message in messages):
         raise UsageError(f"{where}: no message of the assistant, so nothing to learn from")
     return Document(where, messages=tuple(messages))
+
+
+def _check_message(message: Any, where: str) -> None:
+    """A template writes whatever it is given, a null as the word None; so what is no text is refused here."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise UsageError(f"{where}: each message needs `role` and `content`, got {json.dumps(message)[:80]}")
+    role, content = message["role"], message["content"]
+    near = difflib.get_close_matches(role.lower(), ROLES, n=1, cutoff=0.75)
+    if near and role not in ROLES:
+        raise UsageError(f"{where}: a message of {role!r}: did you mean {near[0]!r}?")
+    if not (isinstance(content, (str, list)) or (content is None and message.get("tool_calls"))):
+        raise UsageError(f"{where}: `content` of the {role}'s message must be text, got {json.dumps(content)[:80]}")
 
 
 def _standard_library() -> Iterator[Document]:

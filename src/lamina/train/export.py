@@ -74,5 +74,7 @@ def adapter_state(model: nn.Module, rank: int) -> dict[str, Tensor]:
 
 
 def write_lora(folder: Path, opened: Pretrained, state: dict[str, Tensor], rank: Rank) -> None:
-    write_adapter(folder, state, opened.model, rank, opened.adapted, str(opened.folder))
+    local = Path(opened.name).expanduser()
+    base = str(opened.folder.absolute()) if local.is_dir() else opened.name  # a name of the hub is good anywhere
+    write_adapter(folder, state, opened.model, rank, opened.adapted, base)
     opened.tokenizer.save_pretrained(folder)

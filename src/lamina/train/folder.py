@@ -12,6 +12,7 @@ Everything is written beside its place and renamed, so that a full disk leaves n
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -108,7 +109,12 @@ class Metrics:
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         with self.path.open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.write("".join(json.dumps(_plain(row)) + "\n" for row in rows))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no word for what is no finite number."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def next_folder(parent: Path) -> Path:

@@ -34,7 +34,7 @@ from lamina.train.lora import read_rank
 from lamina.train.memory import Sizes, choose_strategy, device_memory_bytes
 from lamina.train.objective import NextToken, chunks_agree
 from lamina.train.packing import pack
-from lamina.train.pretrained import Pretrained, fill, open_pretrained
+from lamina.train.pretrained import Pretrained, check_reading, fill, open_pretrained
 from lamina.train.resolve import recompute_of, with_steps
 from lamina.train.sampling import Bytes, Codec, Words
 from lamina.train.separation import check_separation
@@ -131,7 +131,9 @@ def _pretrained_job(config: Config, control: Control, documents: list[Document])
 
     def tokens() -> tuple[Packed, Packed]:
         check_tokenizer(opened.tokenizer, documents, name)
-        return _pack_parts(config, documents, opened.tokenizer)
+        parts = _pack_parts(config, documents, opened.tokenizer)
+        check_reading(opened, config.batches.length or 0, 1 + max(int(part.tokens.max()) for part in parts))
+        return parts
 
     rows, held_out = together(control, tokens)
     if config.optimisation.steps is None:

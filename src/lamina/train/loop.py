@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,6 +84,7 @@ class Training:
         self._began = self._marked = time.perf_counter()
         self._first_step = 0
         self._saved: list[int] = []
+        self._diverged = False  # the same on every rank
         compute = torch.bfloat16 if job.config.sharding.precision == "bf16" else torch.float32
         self._peak_flops = peak_flops(job.device, compute)
         self._flops_per_token = flops_per_token(job.model)
@@ -121,7 +124,8 @@ class Training:
 
     def _one_step(self) -> Ran:
         job, opt, batches = self.job, self.job.config.optimisation, self.job.config.batches
-        torch.manual_seed((opt.seed * 1_000_003 + self.step) * 65_537 + self.rank)  # dropout: other on every rank
+        number = (opt.seed * 1_000_003 + self.step) * 65_537 + self.rank
+        torch.manual_seed(number % 2**63)  # dropout: other on every rank
         lr = learning_rate(self.step, opt)
         for group in job.optimizer.param_groups:
             group["lr"] = lr
@@ -189,12 +193,21 @@ class Training:
             for r, loss, norm in zip(ran, losses, norms, strict=True)
         ]
         self._on_first(lambda: self._write(*rows))
-        if not all(map(torch.isfinite, torch.tensor(losses))):
-            self.stopping.failure = f"the loss is no finite number behind step {self.step}: type a smaller --lr"
+        self._look_for_divergence(ran, losses, norms)
         per_step_s = (now - self._began) / (self.step - self._first_step)
         self.view.progress(
             Progress(self.step, steps, losses[-1], tokens_per_s, memory_bytes, per_step_s * (steps - self.step))
         )
+
+    def _look_for_divergence(self, ran: list[Ran], losses: list[float], norms: list[float]) -> None:
+        """What is no finite number ends the run, and is not saved: a checkpoint of it would take a good one's place."""
+        for r, loss, norm in zip(ran, losses, norms, strict=True):
+            if self._diverged or (math.isfinite(loss) and math.isfinite(norm)):
+                continue
+            self._diverged = True
+            what = "the norm of the gradients" if math.isfinite(loss) else "the loss"
+            kept = f"--resume {shlex.quote(str(self.folder.path))} with " if self._saved else ""
+            self.stopping.failure = f"{what} is no finite number in step {r.step}: type {kept}a smaller --lr"
 
     def _write(self, *rows: dict[str, Any]) -> None:
         self.metrics.add(rows)
@@ -215,7 +228,7 @@ class Training:
     def save(self) -> None:
         """A checkpoint behind this step; only it and the best one stay. Collective."""
         self._report()
-        if self.step in self._saved:
+        if self.step in self._saved or self._diverged:
             return
         extra = {
             "step": self.step,

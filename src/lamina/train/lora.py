@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from lamina.errors import UsageError
 
+ADAPTER_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 
 
@@ -102,7 +104,30 @@ def write_adapter(
         "fan_in_fan_out": any(isinstance(m, LowRank) and m.transposed for m in model.modules()),
         "inference_mode": True,
     }
-    (folder / "adapter_config.json").write_text(json.dumps(description, indent=2) + "\n")
+    (folder / ADAPTER_FILE).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def read_adapter_config(folder: Path) -> tuple[str, Rank]:
+    """The model that an adapter of ours adapts, and its rank; `UsageError` for a damaged file."""
+    try:
+        told = json.loads((folder / ADAPTER_FILE).read_text())
+        return str(told["base_model_name_or_path"]), Rank(int(told["r"]), int(told["lora_alpha"]))
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise UsageError(f"{folder / ADAPTER_FILE} is damaged: {problem!r}") from None
+
+
+def read_adapter(folder: Path, model: nn.Module) -> None:
+    """Copy an adapter's two matrices a layer into a model that has been given them, every parameter whole."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        state = load_file(folder / "adapter_model.safetensors")
+        with torch.no_grad():
+            for name, parameter in adapter_parameters(model):
+                parameter.copy_(state[name])
+    except (OSError, SafetensorError, KeyError, RuntimeError) as problem:
+        raise UsageError(f"{folder} holds no adapter of this model: {str(problem).splitlines()[0]}") from None
 
 
 def merged(layer: LowRank, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,19 @@ def output_layer(model: Any) -> nn.Module | None:
 def open_folder(name: str) -> Path:
     """The folder of a model, fetched from the hub if it is none of ours."""
     folder = Path(name).expanduser()
+    if folder.is_file():
+        also = ": transformers reads it with gguf_file=, and writes one" if folder.suffix == ".gguf" else ""
+        raise UsageError(
+            f"--model {name} is a file, wanted the folder that holds config.json, safetensors and tokenizer{also}"
+        )
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        found = next((f for f in (folder, folder / "model") if (f / "config.json").is_file()), None)  # or of a run
+        if found is None:
+            adapts = any((f / "adapter_config.json").is_file() for f in (folder, folder / "adapter"))
+            if adapts:
+                raise UsageError(f"--model {name}: the folder holds an adapter alone: give the model that it adapts")
             raise UsageError(f"--model {name}: the folder has no config.json, so it is no model of Hugging Face's")
-        return folder
+        return found
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise UsageError(f"--model {name}: there is no such folder, and hub names have the form owner/name")
     hub = _transformers_part("huggingface_hub")
@@ -65,6 +74,21 @@ def open_folder(name: str) -> Path:
         raise UsageError(
             f"--model {name}: no folder of that name here, and the hub did not give it: {str(problem).splitlines()[0]}"
         ) from None
+
+
+def check_reading(opened: Pretrained, length: int, words: int) -> None:
+    """Before any work: positions and words beyond a model's tables would be an index error, on GPUs a dead device."""
+    positions = getattr(opened.model.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < length:
+        raise UsageError(
+            f"batches.length={length}: {opened.name} was made for {positions} positions: type --length {positions}"
+        )
+    table = cast(Any, opened.model).get_input_embeddings().weight.shape[0]
+    if words > table:
+        raise UsageError(
+            f"{opened.folder}: its tokenizer gives the number {words - 1} to a word of these data, and the model has "
+            f"{table} words: they are not of one model, or the embeddings have to be resized"
+        )
 
 
 def _transformers_part(name: str) -> Any:

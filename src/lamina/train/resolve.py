@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from lamina.errors import UsageError
 from lamina.train.config import Architecture, Config
 from lamina.train.lora import read_rank
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
+MOST_SEED = 2**62
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ def resolve(config: Config, machine: Machine) -> Config:
 
     Raises `UsageError` for values that no run can have.
     """
+    _check_numbers(config)
     gpu, tuned = machine.on_gpu, config.model is not None
     arch, batches, opt, shards, watching = (
         config.architecture,
@@ -65,10 +70,12 @@ def with_steps(config: Config, steps: int) -> Config:
     return replace(config, optimisation=opt, watching=watching)
 
 
-def _check(config: Config, machine: Machine) -> None:
-    batches, opt = config.batches, config.optimisation
-    assert batches.batch is not None
+def _check_numbers(config: Config) -> None:
+    batches, opt, arch = config.batches, config.optimisation, config.architecture
     positive = {
+        "architecture.width": arch.width,
+        "architecture.layers": arch.layers,
+        "architecture.heads": arch.heads,
         "batches.length": batches.length,
         "batches.batch": batches.batch,
         "batches.accumulate": batches.accumulate,
@@ -80,8 +87,27 @@ def _check(config: Config, machine: Machine) -> None:
         "watching.save_every": config.watching.save_every,
     }
     for name, value in positive.items():
-        if value is not None and value <= 0:
+        if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"{name}={value}: must be positive")
+    ranges: dict[str, tuple[float | None, float]] = {  # from 0, up to what
+        "optimisation.warmup": (opt.warmup, math.inf),
+        "optimisation.final_lr": (opt.final_lr, 1.0),
+        "optimisation.weight_decay": (opt.weight_decay, math.inf),
+        "optimisation.clip": (opt.clip, math.inf),
+        "optimisation.beta1": (opt.beta1, BELOW_ONE),
+        "optimisation.beta2": (opt.beta2, BELOW_ONE),
+        "optimisation.seed": (opt.seed, float(MOST_SEED)),
+        "watching.sample_tokens": (config.watching.sample_tokens, math.inf),
+    }
+    for name, (value, most) in ranges.items():
+        if value is not None and not (0 <= value <= most and math.isfinite(value)):
+            upper = "" if most == math.inf else f", and at most {most:g}"
+            raise UsageError(f"{name}={value}: wanted a number that is not negative{upper}")
+
+
+def _check(config: Config, machine: Machine) -> None:
+    batches = config.batches
+    assert batches.batch is not None
     unit = machine.ranks * batches.accumulate
     if batches.batch % unit:
         near = max(unit, round(batches.batch / unit) * unit)
@@ -89,8 +115,6 @@ def _check(config: Config, machine: Machine) -> None:
             f"batches.batch={batches.batch} sequences cannot be dealt evenly to {machine.ranks} ranks in "
             f"{batches.accumulate} passes: type --batch {near}"
         )
-    if opt.clip < 0:
-        raise UsageError(f"optimisation.clip={opt.clip}: a norm, or 0 for none")
     if config.lora is not None:
         read_rank(config.lora)
         if config.model is None:

@@ -187,8 +187,9 @@ def _show_end(
     view.say(f"result: {result} ({readable_bytes(size_bytes)})\n")
     name = shlex.quote(str(folder.path))
     view.say(f"train on:       lamina train --resume {name} --steps {2 * (job.config.optimisation.steps or 0)}")
+    line = next(iter(job.prompt.strip().splitlines()), "") or "Hello"
+    view.say(f"let it write:   lamina sample {name} --prompt {shlex.quote(line[:12])}")
     if job.config.lora is None:
-        view.say(f"let it write:   lamina sample {name} --prompt {shlex.quote(job.prompt[:12])}")
         view.say(f"teach it yours: lamina train --model {name} --data your.txt")
 
 

@@ -13,8 +13,9 @@ import tyro
 from lamina.errors import LaminaError
 from lamina.runtime.api import shard
 from lamina.train.export import find_gpt, read_gpt
+from lamina.train.lora import ADAPTER_FILE, read_adapter, read_adapter_config
 from lamina.train.objective import NextToken
-from lamina.train.pretrained import fill, open_pretrained
+from lamina.train.pretrained import Pretrained, fill, open_pretrained
 from lamina.train.sampling import Bytes, Codec, Words, sample
 
 
@@ -43,18 +44,27 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _opened(folder: Path) -> Pretrained:
+    """A model of the hub, or an adapter on the model that it names."""
+    adapter = next((f for f in (folder, folder / "adapter") if (f / ADAPTER_FILE).is_file()), None)
+    base, rank = (str(folder), None) if adapter is None else read_adapter_config(adapter)
+    opened = open_pretrained(base, rank, 0, "fp32")
+    shard(opened.model, "ddp", start="trust")
+    fill(opened)
+    if adapter is not None:
+        read_adapter(adapter, opened.model)
+    return opened
+
+
 def written(command: Command) -> str:
-    folder = Path(command.folder)
+    folder = Path(command.folder).expanduser()
     own = find_gpt(folder)
     codec: Codec
     if own is not None:
         model = read_gpt(own)
         objective, codec, length = NextToken(model), Bytes(), model.shape.length
     else:
-        inner = folder / "model"
-        opened = open_pretrained(str(inner if inner.is_dir() else folder), None, 0, "fp32")
-        shard(opened.model, "ddp", start="trust")
-        fill(opened)
+        opened = _opened(folder)
         objective, codec, length = NextToken(opened.model), Words(opened.tokenizer), 1024
     cpu = torch.device("cpu")
     return sample(objective, codec, command.prompt, command.tokens, length, cpu, command.temperature, command.seed)

@@ -159,6 +159,7 @@ class RelayReader(io.TextIOBase):
 
     def __init__(self, view: View) -> None:
         self.view = view
+        self.said = ""  # last
         self._line = ""
 
     def write(self, text: str) -> int:
@@ -176,6 +177,7 @@ class RelayReader(io.TextIOBase):
         if kind == "progress":
             self.view.progress(Progress(**message["state"]))
         else:
+            self.said = message.get("text", self.said)
             getattr(self.view, kind)(**message)
 
 
