@@ -33,10 +33,19 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
-_OWN_ATTRIBUTES = frozenset({"local", "spec", "geometry", "_is_param"})
+OWN_ATTRIBUTES = frozenset({"_local", "spec", "geometry", "_is_param", "_reach"})  # the others are the user's
 
 # Outside this scope torch looks for `__torch_function__` whenever an attribute of a Shard is read: six times the cost.
 AS_PLAIN = torch._C.DisableTorchFunctionSubclass
+
+
+class Reach:
+    """Whether anybody can have got hold of the memory of some Shards, and may write there unseen at any time."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = False
 
 
 class Shard(Tensor):
@@ -46,7 +55,8 @@ class Shard(Tensor):
     """
 
     # No __slots__: exchanging a Parameter and a Shard in place needs equal slot sets.
-    local: Tensor  # 1D, spec.local_numel elements, contiguous, needs no gradient
+    _local: Tensor  # 1D, spec.local_numel elements, contiguous, needs no gradient
+    _reach: Reach | None = None  # opened by whoever asks for `.local`, as every operation does
     spec: ShardSpec
     geometry: tuple[Any, ...]  # spec.geometry, kept here because lists of Shards are compared by it every step
 
@@ -57,7 +67,7 @@ class Shard(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, spec.shape, spec.strides, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
-        made.local = local
+        made._local = local
         made.spec = spec
         made.geometry = spec.geometry  # type: ignore[assignment]
         return made
@@ -70,6 +80,17 @@ class Shard(Tensor):
         if handler is None:
             handler = HANDLERS[func] = _resolve(func)
         return handler(func, args, kwargs or {})
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's range: 1D, contiguous, needs no gradient."""
+        if self._reach is not None:
+            self._reach.is_open = True
+        return self._local
+
+    @local.setter
+    def local(self, local: Tensor) -> None:
+        self._local = local
 
     @property
     def start(self) -> int:
@@ -152,7 +173,7 @@ class Shard(Tensor):
         made = Shard(self.local.clone(), self.spec.derived, self.requires_grad)
         memo[id(self)] = made
         for key, value in self.__dict__.items():
-            if key not in _OWN_ATTRIBUTES:
+            if key not in OWN_ATTRIBUTES:
                 setattr(made, key, copy.deepcopy(value, memo))
         if getattr(self, "_is_param", False):
             made._is_param = True  # type: ignore[attr-defined]
@@ -162,7 +183,7 @@ class Shard(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         spec = self.spec
-        extra = {key: value for key, value in self.__dict__.items() if key not in _OWN_ATTRIBUTES}
+        extra = {key: value for key, value in self.__dict__.items() if key not in OWN_ATTRIBUTES}
         larger = None
         if spec.global_spec is not None:
             larger = (tuple(spec.global_spec.shape), spec.global_spec.dim, spec.global_spec.start)

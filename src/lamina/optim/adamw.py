@@ -132,24 +132,26 @@ class AdamW(torch.optim.AdamW):
         scaling = Scaling(scale, found_inf, None if self.max_norm is None else self._clip_factor(scale))
         for counts in self._counts:
             torch._foreach_add_(counts, 1)
-        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        rates = self._rates if self._rates and (is_captured or self._rehearses) else None
         for leads, units in ((True, self._leading), (False, self._others)):
             for call in self._calls:
-                if call.leads is not leads:
-                    continue
-                group = self.param_groups[call.group]
-                rate = group["lr"] if rates is None else rates[call.group]
-                may_be_own = not is_captured or self._recorded is not None
-                if not (may_be_own and by_own_kernel(call, group, rate, scaling)):
-                    by_torch(call, group, rate, scaling)
-                elif is_captured:
-                    self._recorded.append(call)  # type: ignore[union-attr]
-            _mark_written(units)
+                if call.leads is leads:
+                    self._update(call, scaling)
+            _note_written(units)
         if found_inf is not None:  # a step that the kernels left out does not count
             for counts in self._counts:
                 torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
         return loss
+
+    def _update(self, call: Call, scaling: Scaling) -> None:
+        group = self.param_groups[call.group]
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        reads_rate = bool(self._rates) and (is_captured or self._rehearses)
+        rate = self._rates[call.group] if reads_rate else group["lr"]
+        if (is_captured and self._recorded is None) or not by_own_kernel(call, group, rate, scaling):
+            by_torch(call, group, rate, scaling)
+        elif is_captured:
+            assert self._recorded is not None
+            self._recorded.append(call)
 
     def _clip_factor(self, scale: Tensor | None) -> Tensor:
         """What gradients are to be multiplied by so that their norm is at most `max_norm`; collective."""
@@ -275,13 +277,14 @@ class AdamW(torch.optim.AdamW):
         self._remember()
 
 
-def _mark_written(units: Sequence[Unit]) -> None:
-    """Their masters are what they will be once all that compute has been given so far is done."""
+def _note_written(units: Sequence[Unit]) -> None:
+    """Masters are what they will be once all that compute has been given so far is done, gradients are used up."""
     marks: dict[Lane, Mark | None] = {}
     for unit in units:
         if unit.compute not in marks:
             marks[unit.compute] = unit.compute.mark()
         unit.dirty.mark(marks[unit.compute])
+        unit.gradients.has_squares = False  # a kernel may have scaled them
 
 
 def _neighbours(params: Sequence[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:

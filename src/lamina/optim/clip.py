@@ -27,14 +27,12 @@ from lamina.core.control import finish
 from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
+from lamina.core.slots import DebugMode
 from lamina.errors import StateError, UsageError
 from lamina.optim.places import Place, find_places, local_of
+from lamina.runtime.summing import HOST_PIECE_NUMEL
 from lamina.runtime.unit import PARTS
-
-# The host's kernel sums a float32 norm in few accumulators (off by 2e-3 over 4 M equal elements, 8e-5 over random
-# ones), so there it is asked for float64, which converts its input: in pieces that stay in the cache. CUDA's sums as a
-# tree and needs no help.
-HOST_PIECE_NUMEL = 1 << 16
+from lamina.runtime.unit_gradients import UnitGradients
 
 Groups = tuple[dist.ProcessGroup, ...]
 _grad = attrgetter("grad")
@@ -49,6 +47,7 @@ class Spread:
     groups: Groups
     members: list[int] = field(default_factory=list)  # numbers of the parameters
     ranges: list[Tensor] = field(default_factory=list)  # what lies here of all of them; no two overlap
+    whole: list[UnitGradients] | None = field(default_factory=list)  # units that they are all of; None: not only such
     last: Place | None = None  # of the range that is being extended
     start: int = 0
 
@@ -85,6 +84,8 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(_blame(params, places, spreads, order, total))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for unit in {place.unit for place in places if place is not None}:
+        unit.gradients.has_squares = False
     for (device, _), ranges in _by_device(spread.ranges for spread in spreads).items():
         torch._foreach_mul_(ranges, scale.to(device))
     return total
@@ -157,6 +158,7 @@ def _enter(spreads: dict[Groups, Spread], param: Tensor, place: Place | None, nu
     groups = _groups_of(param)
     spread = spreads.get(groups) or spreads.setdefault(groups, Spread(groups))
     spread.members.append(number)
+    spread.whole = None
     if place is not None and _is_flat(param, place):
         _extend(spread, place)
     else:
@@ -181,6 +183,8 @@ def _enter_whole(
     spread = spreads.get(groups) or spreads.setdefault(groups, Spread(groups))
     _close(spread)
     spread.members += members
+    if spread.whole is not None:
+        spread.whole.append(unit.gradients)
     at = 0
     for grad, segment in zip(unit.gradients.ranges, unit.layout.segments, strict=True):
         first, last = ordered[at][2], ordered[at + len(segment.params) - 1][2]
@@ -229,7 +233,7 @@ def _by_device(lists: Iterable[Sequence[Tensor]]) -> dict[tuple[torch.device, to
 
 
 def _total(device: torch.device, dtype: torch.dtype, spreads: Sequence[Spread], order: float = 2.0) -> Tensor:
-    sums = torch.stack([_power_sum(spread.ranges, order, device) for spread in spreads])
+    sums = torch.stack([_power_sum(spread, order, device) for spread in spreads])
     return _reduced(sums, spreads, dist.ReduceOp.SUM).sum().pow_(1.0 / order).to(dtype)
 
 
@@ -247,8 +251,28 @@ def _result_dtype(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
 
 
-def _power_sum(ranges: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+def _power_sum(spread: Spread, order: float, device: torch.device) -> Tensor:
     """The sum of |x|^order over what lies here. 0-dim, float64."""
+    squares = _noted_squares(spread) if order == 2.0 else None
+    if squares is None or DebugMode.enabled:
+        read = _read_power_sum(spread.ranges, order, device)
+        if squares is not None:
+            torch.testing.assert_close(squares.to(device), read, rtol=1e-4, atol=1e-30, equal_nan=True)
+        return read
+    return squares.to(device)
+
+
+def _noted_squares(spread: Spread) -> Tensor | None:
+    """The sum of the squares, as the reductions have noted it. 0-dim, float64; None: the gradients are to be read."""
+    if not spread.whole:
+        return None
+    noted = [gradients.sums_of_squares() for gradients in spread.whole]
+    if any(squares is None for squares in noted):
+        return None
+    return torch.cat([sums for squares in noted for sums in squares or ()]).sum(dtype=torch.float64)
+
+
+def _read_power_sum(ranges: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     norms = []
     for (where, dtype), same in _by_device([ranges]).items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None

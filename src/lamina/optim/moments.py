@@ -30,7 +30,7 @@ ABSENT, FLAT, LOOSE = range(3)  # no gradient | in the unit's buffers | to be lo
 NEVER = -1  # history of a parameter that has not been stepped
 
 _grad = attrgetter("grad")
-_local = attrgetter("local")
+_local = attrgetter("_local")
 
 
 class Home:

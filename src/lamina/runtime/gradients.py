@@ -250,5 +250,6 @@ class Gradients:
         factor = self.active_ranks / tokens.to(torch.float64).clamp(min=1)
         with torch.no_grad():
             for index in complete:
+                self.units[index].gradients.has_squares = False
                 for grad in self.units[index].gradients.ranges:
                     grad.mul_(factor.to(grad.real.dtype))

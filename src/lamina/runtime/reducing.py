@@ -328,6 +328,7 @@ class Reducer:
     def _complete(self, pending: Pending) -> None:
         unit, climbed = pending.unit, pending.climbed
         held = self.partials.get(unit.index) if pending.target == ALL_LEVELS else None
+        has_squares = unit.gradients.wants_squares
         for number, segment in enumerate(unit.layout.segments):
             if not segment.trainable:
                 continue
@@ -341,10 +342,11 @@ class Reducer:
                 rows = self._climb(unit, number, rows, level, ALL_LEVELS)
                 if not unit.mesh.replicas.is_trivial and not pending.replicated:
                     rows = self._over_replicas(unit, number, rows)
-                self._deliver(unit, number, rows, pending.divisor)
+                has_squares = self._deliver(unit, number, rows, pending.divisor) and has_squares
         if pending.target == ALL_LEVELS:
             self.partials.pop(unit.index, None)
             unit.gradients.valid = [True] * len(unit.params)
+            unit.gradients.has_squares = has_squares
 
     def _numels_at_grads(self, unit: Unit) -> list[int]:
         return [segment.numel // unit.mesh.factors.grads for segment in unit.layout.segments]
@@ -372,14 +374,17 @@ class Reducer:
         add_rows(total, rows, 1.0, accumulate=False)
         return total
 
-    def _deliver(self, unit: Unit, number: int, rows: Rows, divisor: int) -> None:
-        """Write or add the mean into the gradient range, by parameter."""
+    def _deliver(self, unit: Unit, number: int, rows: Rows, divisor: int) -> bool:
+        """Write or add the mean into the gradient range, by parameter; whether the squares of all of it are noted."""
         grad = unit.gradients.ranges[number]
+        squares = None
         for start, stop, valid in self._runs(unit, number):
             if stop - start == grad.numel():
-                add_rows(grad, rows, 1.0 / divisor, valid)
+                squares = unit.gradients.squares_of(number)
+                add_rows(grad, rows, 1.0 / divisor, valid, squares)
             else:
                 add_rows(grad[start:stop], [row[start:stop] for row in rows], 1.0 / divisor, valid)
+        return squares is not None
 
     def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""

@@ -4,7 +4,8 @@ torch has no operation that adds several 16-bit tensors in float32: each row is 
 passes take memory bandwidth from the backward that runs beside them, so there one kernel reads every row once and
 writes the target once. It is compiled by Triton, which comes with torch on GPUs; where it does not work, the passes do.
 
-Both ways add in the order of the rows: bitwise the same between runs.
+Both ways add in the order of the rows: bitwise the same between runs. Both can note the squares of what they write,
+which the kernel has at hand: see Note [Squares] in unit_gradients.py.
 """
 
 from __future__ import annotations
@@ -19,17 +20,47 @@ from torch import Tensor
 Rows = Sequence[Tensor]  # what is to be summed, (numel,) each; one where the sum is made
 
 MOST_ROWS = 8  # that the kernel takes; more are added in turns
+BLOCK = 4096  # elements of one of the kernel's programs
+# The host's kernel sums a float32 norm in few accumulators (off by 2e-3 over 4 M equal elements, 8e-5 over random
+# ones), so there it is asked for float64, which converts its input: in pieces that stay in the cache. CUDA's sums as a
+# tree and needs no help.
+HOST_PIECE_NUMEL = 1 << 16
+Launch = Callable[[Tensor, Rows, float, bool, "Tensor | None"], None]
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def add_rows(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
-    """Write (or add) `factor` times the sum of `rows` into `target`, (numel,) like each of them."""
+def add_rows(target: Tensor, rows: Rows, factor: float, accumulate: bool, squares: Tensor | None = None) -> None:
+    """Write (or add) `factor` times the sum of `rows` into `target`, (numel,) like each of them.
+
+    `squares`: of `make_squares(target)`, to be filled with what sums up to the squares of what `target` holds then.
+    """
     fused = _fused() if target.is_cuda and _fits(target, rows) else None
     if fused is None:
         _add_in_passes(target, rows, factor, accumulate)
+        if squares is not None and target.numel():
+            squares.fill_(sum_of_squares(target))
         return
     for first in range(0, len(rows), MOST_ROWS):
-        fused(target, rows[first : first + MOST_ROWS], factor, accumulate or first > 0)
+        is_last = first + MOST_ROWS >= len(rows)
+        fused(target, rows[first : first + MOST_ROWS], factor, accumulate or first > 0, squares if is_last else None)
+
+
+def make_squares(target: Tensor) -> Tensor | None:
+    """Where `add_rows` can note the squares of what it writes into `target`: 1D; None where it cannot."""
+    if target.is_complex() or not target.is_floating_point():
+        return None
+    if not target.is_cuda:
+        return torch.zeros(1, dtype=torch.float64)
+    if target.dtype is not torch.float32 or _fused() is None:
+        return None
+    return torch.zeros(max(1, -(-target.numel() // BLOCK)), dtype=torch.float32, device=target.device)
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Of a real tensor (numel,) on the host: 0-dim, float64. See HOST_PIECE_NUMEL."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(values.split(HOST_PIECE_NUMEL), 2.0, torch.float64)).pow_(2.0).sum()
 
 
 def _fits(target: Tensor, rows: Rows) -> bool:
@@ -56,7 +87,7 @@ def _as_tensor(factor: float, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def _fused() -> Callable[[Tensor, Rows, float, bool], None] | None:
+def _fused() -> Launch | None:
     """The kernel's launcher; None where Triton is missing or cannot compile."""
     try:
         from lamina.runtime import summing_kernel
@@ -74,8 +105,8 @@ def _fused() -> Callable[[Tensor, Rows, float, bool], None] | None:
     return summing_kernel.launch
 
 
-def _adds_up(launch: Callable[[Tensor, Rows, float, bool], None], times: int) -> bool:
-    target = torch.zeros(16, device="cuda")
+def _adds_up(launch: Launch, times: int) -> bool:
+    target, squares = torch.zeros(16, device="cuda"), torch.zeros(1, device="cuda")
     for _ in range(times):
-        launch(target, [torch.ones(16, device="cuda", dtype=torch.bfloat16)] * 2, 0.5, True)
-    return target.tolist() == [float(times)] * 16
+        launch(target, [torch.ones(16, device="cuda", dtype=torch.bfloat16)] * 2, 0.5, True, squares)
+    return target.tolist() == [float(times)] * 16 and squares.item() == 16 * times**2

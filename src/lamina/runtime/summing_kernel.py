@@ -14,15 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lamina.runtime.summing import MOST_ROWS, Rows
-
-BLOCK = 4096  # elements of one program
+from lamina.runtime.summing import BLOCK, MOST_ROWS, Rows
 
 
 @triton.jit
 def _add_rows(  # type: ignore[no-untyped-def]
-    target, r0, r1, r2, r3, r4, r5, r6, r7, numel, factor,
-    ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr,
+    target, r0, r1, r2, r3, r4, r5, r6, r7, squares, numel, factor,
+    ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -45,6 +43,8 @@ def _add_rows(  # type: ignore[no-untyped-def]
     if ACCUMULATE:
         total += tl.load(target + at, mask=inside, other=0.0)
     tl.store(target + at, total, mask=inside)
+    if SQUARES:
+        tl.store(squares + tl.program_id(0), tl.sum(total * total))  # beyond the end it is zero
 
 
 ALIGNMENT_BYTES = 16
@@ -53,7 +53,7 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 looks_up = False  # every launch by Triton's own way
 
 
-def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
+def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool, squares: Tensor | None = None) -> None:
     """`summing.add_rows` for float32 targets and at most MOST_ROWS rows of 16 or 32 bits, all of one dtype."""
     numel, count = target.numel(), len(rows)
     padded: list[Any] = [*rows, *[rows[0]] * (MOST_ROWS - count)]
@@ -62,13 +62,24 @@ def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
     for tensor in (target, *rows):
         if tensor.data_ptr() % ALIGNMENT_BYTES:
             is_usual = False
-    key = rows[0].dtype, count, accumulate, target.device.index
+    has_squares = squares is not None
+    noted = squares if has_squares else target
+    key = rows[0].dtype, count, accumulate, has_squares, target.device.index
     kernel = _compiled.get(key) if is_usual else None
     if kernel is not None:
-        kernel[grid](target, *padded, numel, factor, count, accumulate, BLOCK)
+        kernel[grid](target, *padded, noted, numel, factor, count, accumulate, has_squares, BLOCK)
         return
     kernel = _add_rows[grid](
-        target, *padded, numel, factor, ROWS=count, ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=8
+        target,
+        *padded,
+        noted,
+        numel,
+        factor,
+        ROWS=count,
+        ACCUMULATE=accumulate,
+        SQUARES=has_squares,
+        BLOCK=BLOCK,
+        num_warps=8,
     )
     if is_usual:
         _compiled[key] = kernel

@@ -29,16 +29,15 @@ from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_optim import COPIED
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
-from lamina.core.shard_tensor import AS_PLAIN, Shard, convert_
+from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, Window, refresh_flat_weights
 
-_is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("local")
+_is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("_local")
 _address_of = Tensor.data_ptr
-_OWN_ATTRIBUTES = frozenset({"local", "spec", "geometry", "_is_param"})  # of a Shard; the others are the user's
 
 
 class Unit:
@@ -187,7 +186,7 @@ class Unit:
             shown = self._shown[slot] = self.window.values(slot.fulls)
             self._followed[slot] = self.expected
             for param, full in zip(self.params, slot.fulls, strict=True):
-                full.__dict__.update((name, vars(param)[name]) for name in vars(param).keys() - _OWN_ATTRIBUTES)
+                full.__dict__.update((name, vars(param)[name]) for name in vars(param).keys() - OWN_ATTRIBUTES)
         if self.windows == 0:
             self.window.check()
         self.window.show(shown)

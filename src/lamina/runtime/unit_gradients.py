@@ -3,6 +3,11 @@
 torch makes a gradient's memory anew at every backward. Here one range a segment stays, what the optimizer and the norm
 read is contiguous, and `p.grad` is bound to the same objects each time. What torch promises holds all the same: a
 gradient that somebody still refers to keeps its values, and hooks on parameters see what they would see there.
+
+Note [Squares]
+    What a reduction writes it can also square and sum, so that the norm need not read all gradients again. That sum is
+    the norm's as long as nobody has written to them since: we say so where we do (`has_squares = False`), and everybody
+    else comes by `.local`, which opens `reach` for good, as a view of that memory may have been kept.
 """
 
 from __future__ import annotations
@@ -18,10 +23,11 @@ from torch import Tensor, nn
 
 from lamina.core.layout import UnitLayout
 from lamina.core.shard_spec import ShardSpec
-from lamina.core.shard_tensor import AS_PLAIN, Shard
+from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
+from lamina.runtime.summing import make_squares
 
-_grad_of, _local_of = attrgetter("grad"), attrgetter("local")
+_grad_of, _local_of = attrgetter("grad"), attrgetter("_local")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -44,6 +50,10 @@ class UnitGradients:
         self.touched = [False] * len(params)  # this rank contributed in the current backward
         self.pending: dict[int, PendingGradient] = {}  # what p.grad is while sums of micro-batches wait
         self.standing: dict[int, tuple[int, int]] = {}  # sums wait beside a gradient: its id and version
+        self.reach = Reach()  # of the views
+        self.squares: list[Tensor] = []  # by segment, whose sum is that of its squares; empty: not noted so far
+        self.wants_squares = False  # whoever asked for the norm would have liked them
+        self.has_squares = False  # of what the ranges hold now, unless `reach` is open
         self.fresh = False  # plain: p.grad holds this backward's gradients only
         self.hidden: list[tuple[dict[int, Any], dict[int, Any]]] = []  # plain: the user's hooks, and where they belong
 
@@ -90,7 +100,7 @@ class UnitGradients:
         segment, index = self.layout.segments[number], self.range_index
         numel = segment.range_numel if segment.trainable else 0
         grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.device)
-        self.ranges[number] = grad
+        self.ranges[number], self.squares, self.has_squares = grad, [], False
         first = sum(len(before.params) for before in self.layout.segments[:number])
         for i, spec in enumerate(segment.params):
             start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
@@ -98,7 +108,7 @@ class UnitGradients:
             local = grad[offset : offset + stop - start]
             param = self.params[first + i]
             if isinstance(param, Shard):
-                self.views[first + i] = Shard(local, param.spec.derived)
+                self.views[first + i] = self._shard(local, param.spec.derived)
                 self._locals[first + i] = local
             else:
                 self.views[first + i] = local.view(spec.shape) if segment.trainable else local
@@ -108,7 +118,7 @@ class UnitGradients:
         """Before the first reduction of a backward: which gradients are there to be added to."""
         self.make()
         self.replace_moved_views()
-        self.earlier = {}
+        self.earlier, self.has_squares = {}, False
         held = self._held_elsewhere()
         with AS_PLAIN():
             grads = list(map(_grad_of, self.params))
@@ -150,11 +160,33 @@ class UnitGradients:
         """A new view of one parameter's part of the ranges."""
         param = self.params[position]
         if isinstance(param, Shard):
-            return Shard(self._locals[position], param.spec.derived)
+            return self._shard(self._locals[position], param.spec.derived)
         number, byte = self._places[position]
         spec, grad = self.layout.params[position], self.ranges[number]
         start = byte // grad.itemsize
         return grad[start : start + spec.numel].view(spec.shape)
+
+    def _shard(self, local: Tensor, spec: ShardSpec) -> Shard:
+        made = Shard(local, spec)
+        made._reach = self.reach
+        return made
+
+    def squares_of(self, number: int) -> Tensor | None:
+        """Where the reduction of a segment notes its squares; None where nobody wants them, or it cannot."""
+        if not self.wants_squares:
+            return None
+        if not self.squares:
+            made = [make_squares(grad) for grad in self.ranges]
+            if any(squares is None for squares in made):
+                self.wants_squares = False
+                return None
+            self.squares = made  # type: ignore[assignment]
+        return self.squares[number]
+
+    def sums_of_squares(self) -> Sequence[Tensor] | None:
+        """Note [Squares]; None: they are not known."""
+        self.wants_squares = not self.reach.is_open
+        return self.squares if self.has_squares and self.wants_squares else None
 
     def _hide_hooks(self) -> None:
         """Of a plain unit autograd would call the user's hooks itself, with this rank's own gradient."""
@@ -180,9 +212,9 @@ class UnitGradients:
         """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
         view = self.views[position]
         if isinstance(view, Shard):
-            place = view.local
-            view.local = place.clone()
-            self.views[position] = Shard(place, view.spec)
+            place = view._local
+            view._local, view._reach = place.clone(), None
+            self.views[position] = self._shard(place, view.spec)
             self._locals[position] = place
         else:
             place = view.detach()
