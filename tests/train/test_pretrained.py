@@ -22,6 +22,7 @@ from lamina.train.chunked_loss import ChunkedHead
 from lamina.train.data import IGNORED, Batch
 from lamina.train.documents import Document, read_documents
 from lamina.train.export import hugging_face_state
+from lamina.train.lora import Rank, add_adapters
 from lamina.train.objective import NextToken, chunks_agree
 from lamina.train.pretrained import Pretrained, fill, open_pretrained
 from lamina.train.sample_cli import Command, written
@@ -224,6 +225,20 @@ def test_adapters(llama: Path, tmp_path: Path) -> None:
     assert f"step 0: held-out loss {held_out[12]:.3f}" in again
 
 
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [
+        ("deepseek-v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+        ("mamba", {"in_proj"}),
+        ("gpt2", {"c_attn", "c_proj", "c_fc"}),
+    ],
+)
+def test_layers_whose_adapters_others_would_not_read_are_left_alone(name: str, adapted: set[str]) -> None:
+    model: Any = ARCHITECTURES[name].build()
+    names = add_adapters(model, model.get_output_embeddings(), Rank(2, 4))
+    assert {n.rpartition(".")[2] for n in names} == adapted
+
+
 # -- conversations
 
 
@@ -276,6 +291,8 @@ def spoil(folder: Path, how: str) -> None:
         (folder / "config.json").write_text(json.dumps({"model_type": "perceptron"}))
     elif how == "no language model":
         (folder / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    elif how == "encoder and decoder":
+        (folder / "config.json").write_text(json.dumps({"model_type": "bart"}))
     elif how == "no template":
         (folder / "chat_template.jinja").unlink()
         write_tokenizer(folder, template=None)
@@ -294,6 +311,7 @@ SPOILED = {
     "shape": ["mlp", "(48, 32)", "(64, 32)"],
     "unknown": ["perceptron"],
     "no language model": ["vit", "next token"],
+    "encoder and decoder": ["bart", "drop its encoder"],
     "no template": ["chat.jsonl", "no chat template"],
     "strange template": ["chat.jsonl, line", "template"],
 }

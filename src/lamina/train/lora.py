@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from lamina.errors import UsageError
 
 ADAPTER_FILE = "adapter_config.json"
+READ_BY_KERNELS = {"x_proj", "dt_proj", "out_proj"}
+EXPERT_LAYERS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 PEFT_PREFIX = "base_model.model."
 
 
@@ -65,13 +67,30 @@ class LowRank(nn.Module):
 def add_adapters(model: nn.Module, head: nn.Module | None, rank: Rank) -> list[str]:
     """Freeze the model and put an adapter beside every linear layer but the head; the names of the adapted layers."""
     model.requires_grad_(False)
-    found = [(name, m) for name, m in model.named_modules() if _is_linear(m) and m is not head]
+    alone = _left_alone(model)
+    found = [(name, m) for name, m in model.named_modules() if _is_linear(m) and m is not head and name not in alone]
     if not found:
         raise UsageError(f"lora: {type(model).__name__} has no linear layer to adapt")
     for name, layer in found:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, LowRank(layer, rank))
     return [name for name, _ in found]
+
+
+def _left_alone(model: nn.Module) -> set[str]:
+    """Layers whose adapter would do nothing, or mean something else to PEFT.
+
+    Mamba's kernels read weights past the layer's forward. Where the experts' weights are one parameter each, PEFT takes
+    the old names of their layers, wherever they stand, for these parameters.
+    """
+    fused = any(name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters())
+    found = set()
+    for name, _ in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        in_kernel = last in READ_BY_KERNELS and "Mamba" in type(model.get_submodule(parent)).__name__
+        if in_kernel or (fused and last in EXPERT_LAYERS):
+            found.add(name)
+    return found
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -126,6 +126,11 @@ def _config(transformers: Any, folder: Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder)
     except Exception as problem:
         raise UsageError(f"{folder / 'config.json'}: {_first_line(problem)}") from None
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{folder}: `{config.model_type}` reads one text and writes another; `lamina train` predicts the next "
+            "token of one, and would drop its encoder. lamina.shard() takes it in a script of your own"
+        )
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise UsageError(
