@@ -50,6 +50,11 @@ class Run:
         return self.workload.tokens * self.choice.accumulation * self.gpus
 
     @property
+    def keeps_weights(self) -> bool:
+        """SHARD_GRAD_OP: a slot a unit."""
+        return self.choice.slots >= len(self.workload.units)
+
+    @property
     def title(self) -> str:
         c, w = self.choice, self.workload
         again = " recompute" if c.recompute != "none" else ""

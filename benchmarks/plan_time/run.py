@@ -137,6 +137,7 @@ def operations(run: Run) -> float:
 def order_of(runs: Sequence[Run], errors: np.ndarray) -> str:
     """In how many pairs of runs of one model on one machine the forecast names the faster one, per token and GPU."""
     right, pairs = 0, 0
+    of_strategies = [0, 0]  # right, pairs: those that differ in it
     measured = [run.step_s * run.gpus / run.tokens for run in runs]
     for i, one in enumerate(runs):
         for j, other in enumerate(runs[:i]):
@@ -146,10 +147,14 @@ def order_of(runs: Sequence[Run], errors: np.ndarray) -> str:
                 continue
             forecast = [measured[k] * (1 + errors[k]) for k in (i, j)]
             pairs += 1
-            right += (forecast[0] < forecast[1]) == (measured[i] < measured[j])
+            is_right = (forecast[0] < forecast[1]) == (measured[i] < measured[j])
+            right += is_right
+            if one.keeps_weights != other.keeps_weights:
+                of_strategies = [of_strategies[0] + is_right, of_strategies[1] + 1]
     return (
         f"Order: of {pairs} pairs of runs of one model on one machine that differ by more than {DIFFERENT:.0%} a token "
-        f"and GPU, the forecast (size left out) names the faster one in {right} ({right / max(pairs, 1):.1%})."
+        f"and GPU, the forecast (size left out) names the faster one in {right} ({right / max(pairs, 1):.1%}); of "
+        f"those that differ in strategy (FULL_SHARD, SHARD_GRAD_OP), in {of_strategies[0]} of {of_strategies[1]}."
     )
 
 

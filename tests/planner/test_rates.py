@@ -32,6 +32,16 @@ def test_a_product_is_its_operations_and_its_traffic() -> None:
     assert Rates(H100).product_ms(1000, 2000, 4000, batch=3) == pytest.approx(3 * ms)
 
 
+def test_sums_go_by_trees_where_there_are_many_nodes() -> None:
+    """A ring between 512 nodes has 511 hops, a tree nine up and nine down; three nodes are a ring."""
+    machine = load_machine("h100")
+    rates = Rates(machine)
+    for nodes, hops in ((3, 2), (512, 18)):
+        latency_ms = (machine.sum_latency_us + hops * machine.network_latency_us) / 1e3
+        assert rates.sum(8.0, Level(8 * nodes, 1)).ms == pytest.approx(latency_ms, rel=1e-3)
+    assert rates.gather(8.0, Level(8 * 512, 1)).ms > 511 * machine.network_latency_us / 1e3
+
+
 def test_wider_numbers_are_slower_and_narrower_ones_faster() -> None:
     of = {size: Rates(H100).product_ms(4096, 4096, 4096, dtype_bytes=size) for size in (1, 2, 4)}
     assert of[1] < of[2] < of[4]

@@ -178,6 +178,55 @@ def test_after_an_error_nothing_is_written_and_nothing_is_left(tmp_path: Path) -
     run_ranks(2, fail, tmp_path)
 
 
+def record_alone(folder: Path, precision: str | None) -> Recording:
+    """One rank: a step of two passes, an evaluation, a step; the same losses as untraced."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for number in range(2):
+            for index in range(2):
+                with lamina.accumulate(model, last=index == 1):
+                    loss = model(torch.full((8, WIDTH), 0.1 * (1 + index))).float().square().mean()
+                    loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                with torch.no_grad():
+                    model(torch.ones(8, WIDTH))
+        return losses
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = lamina.shard(Chain(), units=[nn.Linear], precision=precision)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    untraced = run(*fresh())
+    model, optimizer = fresh()
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    with lamina.trace(folder / "trace.json", model) as trace:
+        assert run(model, optimizer) == untraced
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    assert trace.recording is not None
+    return trace.recording
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_one_rank_shows_its_uses_and_no_evaluation(precision: str | None, tmp_path: Path) -> None:
+    """In the masters' dtype such a model has no hooks of the runtime's."""
+    (recording,) = run_ranks(1, record_alone, tmp_path, precision)
+    count = LAYERS + 1
+    units = range(len(recording.units) - count, len(recording.units))
+    forward, backward = [f"FWD{i}" for i in units], [f"BWD{i}" for i in reversed(units)]
+    assert len(recording.steps) == 2
+    for one in recording.steps:
+        uses = [s.label for s in one.spans if s.label in {*forward, *backward}]
+        assert uses == 2 * [*forward, *backward] and "evaluation" not in {s.label for s in one.spans}
+        (row,) = one.summary()
+        assert row.compute_ms > 0 and row.compute_ms + row.optimizer_ms <= row.wall_ms
+    assert "evaluation" in {span.label for span in recording.spans}
+
+
 def trace_nothing(path: str) -> None:
     model = lamina.shard(Chain())
     with lamina.trace(path, model if path.endswith("json") else None):

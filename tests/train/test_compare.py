@@ -100,8 +100,6 @@ def test_what_cannot_be_compared_is_refused(
     assert "run.toml is missing" in refused("--compare", str(tmp_path / "trace.json"))
     (tmp_path / "run.toml").write_text(to_toml(CONFIG))
     assert "lamina.capture replays" in refused("--compare", str(tmp_path))
-    Recording("cpu", 0, 1, plan.units, captured, ((0.0, 1),), (2.0,)).save(tmp_path / "trace.json")
-    assert "on one rank" in refused("--compare", str(tmp_path))
 
     seen = as_forecast(plan)
     with pytest.raises(UsageError, match="`layers.9` is in one only"):

@@ -63,7 +63,7 @@ class Rates:
         self.reached = reached or Reached()
         self._memory = machine.memory_bytes_per_s * self.reached.memory
         self._products: dict[tuple[int, int, int, int, int], float] = {}
-        self._links: dict[tuple[float, Level, float, float, int], Move] = {}
+        self._links: dict[tuple[float, Level, float, float, int, bool], Move] = {}
 
     def product_ms(self, m: int, n: int, k: int, batch: int = 1, dtype_bytes: int = 2) -> float:
         """(m, k) by (k, n), `batch` of them at once. Both products of its backward take as long each."""
@@ -114,18 +114,26 @@ class Rates:
     def sum(self, size_bytes: float, level: Level) -> Move:
         """All ranks of the level end with the whole sum of `size_bytes`: there and back."""
         machine = self.machine
-        return self._move(2 * size_bytes, level, machine.sum_bytes_per_s, machine.sum_latency_us)
+        return self._move(2 * size_bytes, level, machine.sum_bytes_per_s, machine.sum_latency_us, is_tree=True)
 
-    def _move(self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int = 1) -> Move:
+    def _move(
+        self,
+        size_bytes: float,
+        level: Level,
+        bus_bytes_per_s: float,
+        latency_us: float,
+        ways: int = 1,
+        is_tree: bool = False,
+    ) -> Move:
         if level.size == 1 or size_bytes <= 0:
             return Move()
-        key = (size_bytes, level, bus_bytes_per_s, latency_us, ways)
+        key = (size_bytes, level, bus_bytes_per_s, latency_us, ways, is_tree)
         if key not in self._links:
-            self._links[key] = self._over_links(size_bytes, level, bus_bytes_per_s, latency_us, ways)
+            self._links[key] = self._over_links(*key)
         return self._links[key]
 
     def _over_links(
-        self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int
+        self, size_bytes: float, level: Level, bus_bytes_per_s: float, latency_us: float, ways: int, is_tree: bool
     ) -> Move:
         gpus = self.machine.gpus_per_node
         inside = min(level.size, max(1, gpus // level.stride))  # members of one group on one node
@@ -136,7 +144,10 @@ class Rates:
             groups = max(1, min(gpus, level.stride * inside) // inside)  # that share the cards of a node
             network = max(self.machine.network_bytes_per_s * self.reached.network, 1.0)
             network_s = ways * groups * size_bytes * (nodes - 1) / nodes / network
-            hops_us = self.machine.network_latency_us * (nodes - 1)  # NCCL's ring passes every node in turn
+            hops = nodes - 1  # NCCL's ring passes every node in turn
+            if is_tree:  # sums go up and down its trees where that is shorter; gathers and reduce-scatters know none
+                hops = min(hops, 2 * math.ceil(math.log2(nodes)))
+            hops_us = self.machine.network_latency_us * hops
         ms = max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
         return Move(ms, bus_s * 1e3, network_s * 1e3)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lamina.core.arena import Demand, pack
@@ -32,6 +32,8 @@ ATTENTION_BACKWARD = 2.5  # operations of attention's backward over its forward'
 BACKWARD_MEMORY = 1.5  # bytes of backward's elementwise kernels over forward's: sums 1, norms and GELU 1.5, products 2
 HOST_OF_FORWARD = 0.4  # share of the runtime's host time for a unit that comes in its forward
 BACKWARD_LAUNCHES = 1.3  # host time of backward's kernels over forward's: twice as many, launched from C++
+COPY_INTERFERENCE = 0.55  # over that of NCCL: beside 4.7 ms of copies ten products took 1.05 times as long, beside
+# 7.0 ms of all-gathers of the same bytes 1.14 times (2 x H200)
 OPTIMIZER_BYTES = 34  # per owned element: master, gradient and two moments read; three of them and the copy written;
 # the gradient read once more for the norm
 
@@ -108,6 +110,8 @@ def forecast_time(workload: Workload, choice: Choice, machine: Machine, reached:
 
     Raises `UsageError` for a strategy whose factors do not divide the world.
     """
+    if choice.transport == "peer":
+        machine = by_copies(machine)
     rates = Rates(machine, reached)
     factors = resolve(choice.strategy, choice.world, choice.shard_size)
     times = unit_times(workload.units, choice, factors, rates)
@@ -118,6 +122,16 @@ def forecast_time(workload: Workload, choice: Choice, machine: Machine, reached:
     durations_ms = tuple(ms + extra_ms for ms, extra_ms in zip(step_ms, slowed_ms, strict=True))
     once_ms = optimizer_ms(workload, factors, rates)
     return _sum_up(workload.tokens, choice, times, schedule, durations_ms, loads, sum(slowed_ms), once_ms)
+
+
+def by_copies(machine: Machine) -> Machine:
+    """The same with copies between devices in the place of collectives inside a node."""
+    return replace(
+        machine,
+        gather_bytes_per_s=machine.copy_bytes_per_s,
+        exchange_bytes_per_s=machine.copy_bytes_per_s,
+        interference=machine.interference * COPY_INTERFERENCE,
+    )
 
 
 def unit_times(units: Sequence[UnitWork], choice: Choice, factors: Factors, rates: Rates) -> list[UnitTimes]:

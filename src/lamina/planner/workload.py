@@ -79,5 +79,6 @@ class Choice:
     # how gradients are summed: "exchange" (all-to-all, then locally), "ring" (reduce-scatter), or "auto": what the
     # runtime does on GPUs, exchanges of 16 bit and rings of 32; on a CPU it exchanges both
     sums: str = "auto"
+    transport: str = "c10d"  # or "peer": one-sided copies inside a node
     chunked_loss: bool = False  # output layer and loss a few tokens at a time, and again in backward
     optimizer: str = "adamw"

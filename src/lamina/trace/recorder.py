@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -32,8 +33,9 @@ from lamina.planner.timeline import COMPUTE, GATHER, REDUCE, Span
 from lamina.runtime.assemble import Runtime
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.unit import Unit
+from lamina.trace.alone import NativeUses
 from lamina.trace.clocks import Clock, Stamp, clock_of
-from lamina.trace.recording import OPTIMIZER, WAIT, Recording, title_of, without_waits
+from lamina.trace.recording import EVALUATION, OPTIMIZER, WAIT, Recording, without_waits
 from lamina.transport.c10d import GuardedWork
 
 
@@ -45,6 +47,7 @@ class _Note:
     label: str
     start: Stamp
     end: Stamp | None = None
+    unit: int | None = None  # of a use
 
 
 class Recorder:
@@ -76,7 +79,10 @@ class Recorder:
         self._tap(self.reducer, "start", self._starting_reduction)
         self._tap(self.reducer, "finish", self._finishing_reduction)
         self._tap(self.engine.gradients, "settle", self._settling)
-        self._handles = [
+        model = self.runtime.model()
+        if model is not None and self.runtime.units and not self.engine.units:
+            self._handles.append(NativeUses(model, self.runtime.units, self._beginning_use, self._ending_use))
+        self._handles += [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
@@ -111,7 +117,7 @@ class Recorder:
             device=self.clock.device_type,
             rank=self.runtime.control.rank,
             world=self.runtime.control.world,
-            units=tuple(unit.name for unit in self.engine.units),
+            units=tuple(unit.name for unit in self.runtime.units),
             spans=tuple(sorted(without_waits(spans), key=lambda span: (span.start_ms, span.end_ms))),
             memory=tuple((read(stamp), size_bytes) for stamp, size_bytes in self._memory),
             step_ends_ms=tuple(read(stamp) for stamp in self._step_ends),
@@ -154,18 +160,39 @@ class Recorder:
         if self._open:
             note = self._open[-1]
             self._open[-1] = self._note(COMPUTE, note.label, self._now())
+            self._open[-1].unit = note.unit
+
+    def _open_use(self, op: Op, unit: Unit) -> None:
+        """One without gradients, and inside no other that has them, is no part of a step."""
+        outer = self._open[-1].label if self._open else None
+        evaluates = outer == EVALUATION if outer else op is Op.FORWARD and not torch.is_grad_enabled()
+        note = self._note(COMPUTE, EVALUATION if evaluates else str(Step(op, unit.index)), self._now())
+        note.unit = unit.index
+        self._open.append(note)
+
+    def _close_use(self, unit: Unit) -> None:
+        place = next((i for i in reversed(range(len(self._open))) if self._open[i].unit == unit.index), None)
+        if place is not None:  # None: it was entered before the trace began
+            del self._open[place]
+
+    def _beginning_use(self, op: Op, unit: Unit) -> None:
+        self._pause()
+        self._open_use(op, unit)
+
+    def _ending_use(self, op: Op, unit: Unit) -> None:
+        self._pause()
+        self._close_use(unit)
+        self._go_on()
 
     def _entering(self, original: Callable[..., Any], unit: Unit, op: Op, slot: Slot | None = None) -> Slot | None:
         self._pause()
         found = original(unit, op, slot)
-        self._open.append(self._note(COMPUTE, str(Step(op, unit.index)), self._now()))
+        self._open_use(op, unit)
         return found
 
     def _leaving(self, original: Callable[..., Any], unit: Unit, slot: Slot | None) -> None:
         self._pause()
-        place = next((i for i in reversed(range(len(self._open))) if _unit_of(self._open[i]) == unit.index), None)
-        if place is not None:  # None: it was entered before the trace began
-            del self._open[place]
+        self._close_use(unit)
         original(unit, slot)
         self._go_on()
 
@@ -253,8 +280,3 @@ class Recorder:
         if self._open and self._open[-1].label == OPTIMIZER:
             end = self._open.pop().end = self._now()
             self._step_ends.append(end)
-
-
-def _unit_of(note: _Note) -> int | None:
-    step = title_of(note.label)
-    return None if step is None else step.unit

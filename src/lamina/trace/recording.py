@@ -20,7 +20,7 @@ from lamina.core.program import Op, Program, Step
 from lamina.errors import UsageError
 from lamina.planner.timeline import COMPUTE, GATHER, LANES, REDUCE, Span, busy_ms
 
-WAIT, OPTIMIZER = "wait ", "optimizer"
+WAIT, OPTIMIZER, EVALUATION = "wait ", "optimizer", "evaluation"
 FORMAT = 1
 NEIGHBOURS = 4  # waits inside waits: how many may have begun before a span and still reach into it
 
@@ -36,7 +36,7 @@ def title_of(label: str) -> Step | None:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """One step: from the end of the optimizer before it to the end of its own."""
+    """One step: from what first happens behind an optimizer and behind evaluations, to the end of its own optimizer."""
 
     wall_ms: float
     compute_ms: float  # uses
@@ -92,6 +92,9 @@ class Recording:
 
     def _between(self, begin_ms: float, end_ms: float) -> Recording:
         spans = [s for s in self.spans if begin_ms <= s.start_ms < end_ms]
+        evaluated_ms = max((s.end_ms for s in spans if s.label == EVALUATION), default=begin_ms)
+        if any(s.start_ms >= evaluated_ms and title_of(s.label) is not None for s in spans):
+            spans = [s for s in spans if s.start_ms >= evaluated_ms]
         if spans:  # what the loop did between its steps belongs to neither
             begin_ms = spans[0].start_ms
         moved = tuple(Span(s.lane, s.label, s.start_ms - begin_ms, s.end_ms - begin_ms) for s in spans)

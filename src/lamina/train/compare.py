@@ -172,8 +172,6 @@ def open_run(run: Path, config_file: Path | None) -> tuple[Recording, Config]:
     recording, config = load_trace(file), read_toml(settings)
     if not any(span.lane == COMPUTE and title_of(span.label) is not None for span in recording.spans):
         why = "steps that lamina.capture replays call nothing, so only their optimizer is seen: trace without capture"
-        if recording.world == 1:
-            why = "on one rank nothing is gathered, and units in the masters' dtype have no borders: trace two ranks"
         raise UsageError(f"--compare {run}: no unit is used in the traced steps; {why}")
     return recording, config
 

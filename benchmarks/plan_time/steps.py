@@ -1,0 +1,189 @@
+"""Forecast beside every step that was measured on GPUs: all files of benchmarks/gpu_step and benchmarks/train.
+
+    python benchmarks/plan_time/steps.py [--machine FILE] [--save benchmarks/plan_time/results/steps.md]    # no GPU
+
+Each way of gpu_step that a forecast can say something about is forecast from what the model asks for on meta tensors,
+for the machine file of the card that the row was measured on (`--machine`: what `lamina doctor` wrote on such a card):
+
+    lamina, lamina-peer     zero3 over two GPUs, by collectives or by copies
+    ...-captured            the same without a host
+    bound                   the same without anything that moves, and without the runtime's host time
+
+No constant is fitted to a row here. `unit_host_ms` of lamina's defaults was set from one row (2048 tokens, marked).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+import lamina
+from lamina.planner.machine import Machine, load_machine
+from lamina.planner.measure import measure
+from lamina.planner.measure_data import Measured
+from lamina.planner.rates import Reached
+from lamina.planner.time import forecast_time
+from lamina.planner.workload import Choice
+from lamina.train.planned import token_loss
+
+BENCHMARKS = Path(__file__).parents[1]
+DIFFERENT = 0.05  # steps nearer than this have no order
+SEQ = 2048
+KNOWN = ("bound", "lamina", "lamina-peer")
+TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measured step and its forecast."""
+
+    file: str
+    card: str
+    tokens: int  # of one GPU
+    way: str
+    measured_ms: float
+    forecast_ms: float
+
+    @property
+    def error(self) -> float:
+        return self.forecast_ms / self.measured_ms - 1
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_host(machine: Machine, reached: Reached) -> tuple[Machine, Reached]:
+    return dataclasses.replace(machine, launch_us=1e-3), dataclasses.replace(reached, unit_host_ms=0.0)
+
+
+def forecast(way: str, measured: Measured, machine: Machine, world: int) -> float:
+    """ms of a step."""
+    reached = Reached()
+    if way.endswith("-captured"):
+        machine, reached = without_host(machine, reached)
+    if way.startswith("bound"):
+        reached = dataclasses.replace(reached, unit_host_ms=0.0)
+        kinds = ("gather", "reduce", "exchange", "sum")
+        free = {f"{kind}_bytes_per_s": 1e18 for kind in kinds} | {f"{kind}_latency_us": 1e-6 for kind in kinds}
+        machine = dataclasses.replace(machine, interference=0.0, **free)
+    transport = "peer" if "peer" in way else "c10d"
+    return forecast_time(measured.workload, Choice("zero3", world, transport=transport), machine, reached).total_ms
+
+
+def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
+    gpu_step = module_at(BENCHMARKS / "gpu_step" / "model.py")
+    known: dict[int, Measured] = {}
+    for path in sorted((BENCHMARKS / "gpu_step" / "results").glob("*.json")):
+        data = json.loads(path.read_text())
+        found = re.search(r"--tokens (\d+)", data["command"])
+        tokens = int(found[1]) if found else 8192
+        size = re.search(r"_(\d+b)_", path.name)
+        assert size is not None and size[1] == "1b", f"{path.name}: only rows of 1b have been read so far"
+        if tokens not in known:
+            with torch.device("meta"):
+                model: nn.Module = gpu_step.Model(size[1])
+            precision = lamina.Precision(compute=torch.bfloat16, keep=())
+            known[tokens] = measure(model, tokens // SEQ, SEQ, precision=precision)
+        card = "h200" if "H200" in data["card"] else "h100"
+        for row in data["rows"] if card in machines else ():
+            if row["way"].removesuffix("-captured") in KNOWN:
+                ms = forecast(row["way"], known[tokens], machines[card], 2)
+                yield Step(path.stem, card, tokens, row["way"], row["ms"], ms)
+
+
+def of_train(machine: Machine) -> Iterator[Step]:
+    """A Hugging Face Llama of another shape, 128,256 words, on one GPU, by `lamina train`; 4 x 2048 tokens."""
+    import transformers
+
+    data = json.loads((BENCHMARKS / "train" / "results" / "one_h200.json").read_text())
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**TRAINED))
+    model.tie_weights()
+    measured = measure(model, 4, SEQ, precision="bf16", loss=token_loss)
+    rates = sorted(row["tokens_per_s"] for row in data["eager"])
+    tokens = 4 * SEQ
+    ms = forecast_time(measured.workload, Choice("zero3", 1), machine).total_ms
+    yield Step("train/one_h200", "h200", tokens, "lamina train, eager", tokens / rates[len(rates) // 2] * 1e3, ms)
+
+
+def report(steps: list[Step]) -> str:
+    lines = ["| file | tokens a GPU | way | measured, ms | forecast, ms | error |", "|---|---|---|---|---|---|"]
+    for s in steps:
+        note = " (`unit_host_ms` is from it)" if (s.file, s.way) == SET_FROM else ""
+        row = f"{s.file} | {s.tokens} | {s.way}{note} | {s.measured_ms:.1f} | {s.forecast_ms:.1f} | {s.error:+.1%}"
+        lines.append(f"| {row} |")
+    for title, chosen in (
+        ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer")]),
+        ("captured", [s for s in steps if s.way.endswith("-captured")]),
+        ("bound", [s for s in steps if s.way == "bound"]),
+        ("all", steps),
+    ):
+        sizes = [abs(s.error) for s in chosen] or [0.0]
+        within = sum(size <= 0.10 for size in sizes)
+        lines.append(f"\n{title}: mean error {sum(sizes) / len(sizes):.1%}, {within} of {len(sizes)} within 10 %")
+    right, pairs, wrong = order(steps)
+    lines.append(
+        f"\nOrder: of {pairs} pairs in one file that differ by more than {DIFFERENT:.0%}, {right} are forecast in the "
+        f"measured order{': not ' + '; '.join(wrong) if wrong else ''}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def order(steps: list[Step]) -> tuple[int, int, list[str]]:
+    """Pairs of one file in the right order, all pairs, and those that are not."""
+    right, pairs, wrong = 0, 0, []
+    for i, one in enumerate(steps):
+        for other in steps[:i]:
+            quick, slow = sorted((one, other), key=lambda s: s.measured_ms)
+            if one.file != other.file or slow.measured_ms <= (1 + DIFFERENT) * quick.measured_ms:
+                continue
+            pairs += 1
+            if quick.forecast_ms < slow.forecast_ms:
+                right += 1
+            else:
+                wrong.append(f"{quick.way} before {slow.way} ({one.file})")
+    return right, pairs, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--machine", help="a machine file of H100 or H200 that takes the place of the shipped one")
+    parser.add_argument("--save", type=Path, help="write the report here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    machines = {name: load_machine(name) for name in ("h100", "h200")}
+    if options.machine is not None:
+        own = load_machine(options.machine)
+        machines = {"h200" if "H200" in own.device else "h100": own}
+    text = report([*of_gpu_step(machines), *(of_train(machines["h200"]) if "h200" in machines else ())])
+    print(text)
+    if options.save is not None:
+        options.save.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
