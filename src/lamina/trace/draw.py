@@ -99,9 +99,8 @@ def draw_compared(forecast: Sequence[Span], step: Recording, names: Sequence[str
     above, below = figure.subplots(2, 1, sharex=True)
     whole_ms = max(span.end_ms for span in (*forecast, *step.spans))
     for axes, spans, title in ((above, forecast, titles[0]), (below, step.spans, titles[1])):
-        _draw_lanes(axes, spans, names)
+        _draw_lanes(axes, spans, names, whole_ms)
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlim(0, whole_ms)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     above.set_xlabel("")
@@ -109,12 +108,14 @@ def draw_compared(forecast: Sequence[Span], step: Recording, names: Sequence[str
     return figure
 
 
-def _draw_lanes(axes: Axes, spans: Sequence[Span], names: Sequence[str] | None) -> None:
+def _draw_lanes(axes: Axes, spans: Sequence[Span], names: Sequence[str] | None, whole_ms: float | None = None) -> None:
+    """`whole_ms`: how much time the page shows; None: all of the spans."""
+    spans = [span for span in spans if span.duration_ms > 0]  # one rank's collectives move nothing
     if not any(span.label.startswith(WAIT) for span in spans):
         spans = [*spans, *exposed_gaps(spans)]
     lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
     lanes += sorted({span.lane for span in spans} - set(lanes), key=[span.lane for span in spans].index)
-    whole_ms = max((span.end_ms for span in spans), default=0.0)
+    whole_ms = whole_ms or max((span.end_ms for span in spans), default=0.0)
     for span in spans:
         _draw_bar(axes, span, row=lanes.index(span.lane), text=_bar_text(span.label, names), whole_ms=whole_ms)
     axes.set_yticks(range(len(lanes)), [LANE_TITLES.get(lane, lane) for lane in lanes])
@@ -192,7 +193,7 @@ def _draw_bar(axes: Axes, span: Span, *, row: int, text: str, whole_ms: float) -
     if text and span.duration_ms * 60 > whole_ms:  # narrower bars would be all text
         middle_ms = (span.start_ms + span.end_ms) / 2
         rotation = 0 if span.duration_ms * 140 > whole_ms * len(text) else 90
-        size = 6.5 if rotation and len(text) > LETTERS_UPRIGHT else 8
+        size = 8.0 if not rotation else min(8.0, 8.0 * LETTERS_UPRIGHT / len(text))
         axes.text(middle_ms, row, text, ha="center", va="center", fontsize=size, rotation=rotation)
 
 

@@ -59,6 +59,9 @@ class StepSummary:
         return 1.0 if moved_ms <= 0 else max(0.0, 1.0 - self.exposed_ms / moved_ms)
 
     def __str__(self) -> str:
+        if not any(self.gathers) and self.reduce_ms == 0:
+            what = f"compute {self.compute_ms:.1f}, optimizer {self.optimizer_ms:.1f}, nothing gathered or reduced"
+            return f"{self.wall_ms:.1f} ms: {what}, peak {self.peak_bytes / 2**30:.2f} GiB"
         return (
             f"{self.wall_ms:.1f} ms: compute {self.compute_ms:.1f}, optimizer {self.optimizer_ms:.1f}, exposed "
             f"{self.exposed_ms:.1f} of gathers {self.gather_ms:.1f} (exposed {self.exposed_gather_ms:.1f}) and "
