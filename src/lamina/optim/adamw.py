@@ -77,7 +77,7 @@ class AdamW(torch.optim.AdamW):
     _seen: Seen | None = None
     _rates: Sequence[Tensor] = ()  # learning rates by group, 0-dim on the device: what a captured step reads
     _rehearses = False  # an eager step that launches what a recording will launch, so that it is compiled then
-    _recorded: list[Call] | None = None  # whose kernels a recording holds; None: none may, nobody would end it
+    _recorded: Sequence[Call] = ()  # whose kernels a recording holds
     _norm: Norm | None = None  # of the gradients that a step takes; None: to be made anew
     max_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -147,11 +147,11 @@ class AdamW(torch.optim.AdamW):
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         reads_rate = bool(self._rates) and (is_captured or self._rehearses)
         rate = self._rates[call.group] if reads_rate else group["lr"]
-        if (is_captured and self._recorded is None) or not by_own_kernel(call, group, rate, scaling):
+        may_be_own = not is_captured or (call.table is not None and call.table.has_place)
+        if not (may_be_own and by_own_kernel(call, group, rate, scaling)):
             by_torch(call, group, rate, scaling)
         elif is_captured:
-            assert self._recorded is not None
-            self._recorded.append(call)
+            self._recorded = [*self._recorded, call]
 
     def _clip_factor(self, scale: Tensor | None) -> Tensor:
         """What gradients are to be multiplied by so that their norm is at most `max_norm`; collective."""
@@ -169,18 +169,18 @@ class AdamW(torch.optim.AdamW):
 
     def rehearse(self, on: bool) -> None:
         """From here on steps launch what a recorded one will, or (`on=False`) no longer. See `lamina.capture`."""
+        self._rehearses, self._recorded = on, ()
         if on:
             self.hold_rates()
-            self._recorded = []
-        self._rehearses = on
+            return
+        for call in self._calls:
+            if call.table is not None:
+                call.table.make_place()
 
     def end_recording(self) -> list[Tensor]:
         """Write down where the ranges lie; returns what recorded kernels read, to be held as long as the recording."""
-        held: list[Tensor] = []
-        for call in self._recorded or ():
-            assert call.table is not None
-            held += call.table.end_recording()
-        self._recorded = None
+        held = [place for call in self._recorded if call.table is not None for place in call.table.end_recording()]
+        self._recorded = ()
         return held
 
     def hold_rates(self) -> None:

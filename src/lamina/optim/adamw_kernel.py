@@ -124,6 +124,7 @@ class Table:
         self._columns, self.anchor = columns, columns[0][0]
         self._gradients: list[int] = []  # their addresses, which come and go
         self._rows = torch.empty(0)
+        self._place: Tensor | None = None  # that the next recorded kernel may read
         self._recorded: list[tuple[Tensor, Tensor]] = []  # what recorded kernels read, and what is to stand there
         numels = torch.tensor([param.numel() for param in columns[0]])
         chunk_numel = CHUNK_BLOCKS * BLOCK
@@ -137,9 +138,10 @@ class Table:
     def rows(self) -> Tensor:
         """int64, (rows, COLUMNS), on the device, as the tensors lie now."""
         if torch.cuda.is_current_stream_capturing():  # it is written once, not by the graph: see `end_recording`
-            rows = self._rows_on_host()
+            assert self._place is not None
             self._gradients = []  # they lie in the graph's memory
-            self._recorded.append((torch.empty_like(rows, device=self.anchor.device), rows))
+            self._recorded.append((self._place, self._rows_on_host()))
+            self._place = None
             return self._recorded[-1][0]
         gradients = [grad.data_ptr() for grad in self._columns[1]]
         if gradients != self._gradients:
@@ -155,6 +157,14 @@ class Table:
         rows[:, :4] += self._starts[:, None]
         rows[:, 5] = self._numels
         return rows
+
+    def make_place(self) -> None:
+        """Memory for the rows of a recorded kernel: not the graph's own, where other kernels write before it."""
+        self._place = torch.empty(len(self), COLUMNS, dtype=torch.int64, device=self.anchor.device)
+
+    @property
+    def has_place(self) -> bool:
+        return self._place is not None
 
     def end_recording(self) -> list[Tensor]:
         """Write the rows that recorded kernels will read, and return them."""
