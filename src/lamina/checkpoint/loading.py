@@ -28,7 +28,7 @@ from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
 from lamina.checkpoint.datafile import STAGING_BYTES
 from lamina.checkpoint.foreign import Hints
-from lamina.checkpoint.matching import Matched, check_copies, match
+from lamina.checkpoint.matching import Differences, Matched, check_copies, match
 from lamina.checkpoint.opening import open_source
 from lamina.checkpoint.optimizer_load import OptimizerPlan, plan_optimizer
 from lamina.checkpoint.snapshot import restore_random_states
@@ -125,16 +125,16 @@ class Loading:
             self.plan = plan_optimizer(self.source, optimizer, wanted.names(model), by_name, stored_names)
             self._settle_optimizer(optimizer, strict)
 
-    def _settle(self, what: str, differences: Any, strict: bool) -> None:
+    def _settle(self, what: str, differences: Differences, strict: bool, whose: str = "") -> None:
         if strict:
             differences.raise_if_any(what, "lamina.load(..., strict=False) takes what fits and lists the rest")
         elif differences:
-            self.skipped.append(str(differences))
+            self.skipped.append(f"{whose}{differences}")
 
     def _settle_optimizer(self, optimizer: torch.optim.Optimizer, strict: bool) -> None:
         if self.plan is not None:
             what = f"the optimizer state in {self.source.where} does not fit the optimizer"
-            self._settle(what, self.plan.differences, strict)
+            self._settle(what, self.plan.differences, strict, "of the optimizer, ")
             return
         saved = "no optimizer state" if self.source.optimizer is None else f"state of {self.source.optimizer.kind}"
         text = f"{self.source.where} holds {saved}, and the optimizer is {type(optimizer).__name__}"

@@ -34,7 +34,7 @@ class Differences:
 
     def __str__(self) -> str:
         named = {"missing": self.missing, "unexpected": self.unexpected, "shape": self.shape, "dtype": self.kind}
-        parts = [f"{word}: {_some(names)}" for word, names in named.items() if names]
+        parts = [f"{word}: {some(names)}" for word, names in named.items() if names]
         return "; ".join(parts + self.other)
 
     def raise_if_any(self, what: str, remedy: str) -> None:
@@ -42,7 +42,8 @@ class Differences:
             raise CheckpointError(f"{what}: {self}. {remedy}")
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Not all of ten thousand."""
     more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lamina.checkpoint.contents import Held
 from lamina.checkpoint.manifest import OptimizerEntry
-from lamina.checkpoint.matching import Differences, kind_of
+from lamina.checkpoint.matching import Differences, kind_of, some
 from lamina.checkpoint.optimizer_state import is_split, name_in_group
 from lamina.checkpoint.source import Source, Stored, Transfer
 from lamina.checkpoint.values import decode
@@ -31,18 +31,33 @@ class OptimizerPlan:
     groups: list[dict[str, Any]] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)  # into memory that the optimizer has
     fresh: list[Transfer] = field(default_factory=list)  # into memory that was made for it, and is not given to it yet
+    own: dict[str, list[str]] = field(default_factory=dict)  # states of other ranks' parts -> their parameters
     differences: Differences = field(default_factory=Differences)
 
     def hand_over(self) -> None:
         """Give states and options to the optimizer, by its own door; tensor options keep their identity."""
         kept = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in self.optimizer.param_groups]
         self.optimizer.load_state_dict({"state": self.states, "param_groups": self.groups})
+        if type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            self._undo_casts()
         for group, tensors in zip(self.optimizer.param_groups, kept, strict=True):
             for key, tensor in tensors.items():
                 value = group.get(key)
                 if isinstance(value, (Tensor, float, int)):
                     tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
                     group[key] = tensor
+
+    def _undo_casts(self) -> None:
+        """torch's `load_state_dict` casts all tensors but "step" to the parameter's dtype, and breaks texts up."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for number, planned in self.states.items():
+            state = self.optimizer.state[params[number]]
+            for key, value in planned.items():
+                now = state.get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and key != "step" and value.dtype != now.dtype:
+                    state[key] = value.to(now.device)
+                elif isinstance(value, str):
+                    state[key] = value
 
 
 def plan_optimizer(
@@ -77,6 +92,11 @@ def plan_optimizer(
                 plan.states[at] = _state(plan, source, param, stored_name, held.get(name))
         number += len(members)
     plan.differences.unexpected += [name for name in groups_of if name not in met]
+    plan.differences.other += [
+        f"state {key!r} of {some(of)} is each rank's own, such as of its part of the parameter: it fits only the "
+        "number of ranks and the strategy that it was saved in"
+        for key, of in plan.own.items()
+    ]
     return plan
 
 
@@ -108,31 +128,39 @@ def _state(plan: OptimizerPlan, source: Source, param: Tensor, stored_name: str,
     entry = source.optimizer.states[stored_name]
     before = plan.optimizer.state.get(param) or {}
     made: dict[str, Any] = {}
+    is_cast = stored_name in source.tensors and source.tensors[stored_name].dtype != param.dtype
     for key in entry.split:
         stored = source.state(stored_name, key)
-        made[key] = _split_place(stored, before.get(key), param, key, held)
+        made[key] = _split_place(stored, before.get(key), param, key, held, is_cast)
         into = made[key].local if isinstance(made[key], Shard) else made[key].view(-1)
         start = held.owned[0] if held is not None else 0
         known = plan.transfers if made[key] is before.get(key) else plan.fresh
         known.append(Transfer(stored, start, into))
-    for key in entry.whole:
+    for key, whole in entry.whole.items():
+        if whole.file is None and not source.has_same_ranks(stored_name, None if held is None else held.pieces):
+            plan.own.setdefault(key, []).append(stored_name)
+            continue
         stored = source.state(stored_name, key)
         old = before.get(key)
         fits = type(old) is Tensor and tuple(old.shape) == stored.shape and old.is_contiguous()
-        made[key] = old if fits else torch.empty(stored.shape, dtype=stored.dtype, device=param.device)
+        dtype = param.dtype if stored.dtype.is_floating_point and is_cast else stored.dtype
+        made[key] = old if fits else torch.empty(stored.shape, dtype=dtype, device=param.device)
         known = plan.transfers if made[key] is old else plan.fresh
         known.append(Transfer(stored, 0, made[key].view(-1)))
-    made.update({key: decode(value) for key, value in entry.values.items()})
+    for key, value in entry.values.items():
+        number = made[key] = decode(value)
+        if is_cast and key != "step" and isinstance(number, Tensor) and number.is_floating_point():
+            made[key] = number.to(param.dtype)
     return made
 
 
-def _split_place(stored: Stored, old: Any, param: Tensor, key: str, held: Held | None) -> Tensor:
-    """Memory for this rank's elements: what is there already, or new."""
+def _split_place(stored: Stored, old: Any, param: Tensor, key: str, held: Held | None, is_cast: bool) -> Tensor:
+    """Memory for this rank's elements: what is there already, or new; cast with the parameter if that is cast."""
     fits = held is not None and is_split(key, old, held) and kind_of(old.dtype) == kind_of(stored.dtype)
     if fits and (isinstance(old, Shard) or old.is_contiguous()):
         return old
     floating = stored.dtype.is_floating_point and param.is_floating_point()
-    dtype = param.dtype if floating else stored.dtype  # what load_state_dict would cast to
+    dtype = param.dtype if floating and is_cast else stored.dtype
     if isinstance(param, Shard):
         return Shard(torch.empty(param.spec.local_numel, dtype=dtype, device=param.device), param.spec.derived)
     return torch.empty(param.shape, dtype=dtype, device=param.device)

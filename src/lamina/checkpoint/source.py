@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from lamina.checkpoint.datafile import BLOCK_BYTES, DataFile
 from lamina.checkpoint.manifest import (
     Manifest,
     OptimizerEntry,
+    Piece,
     WholeEntry,
     buffer_key,
     parameter_key,
@@ -128,6 +130,10 @@ class Source:
         """Optimizer state `key` of the parameter that is stored as `name`."""
         raise NotImplementedError
 
+    def has_same_ranks(self, name: str, pieces: tuple[Piece, ...] | None) -> bool:
+        """Whether what each rank has kept of a parameter, whose pieces are these now, is of use to the same rank."""
+        return True
+
     def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
         """What was saved beside the model: "extra", "modules" and, for a rank of the same world, "random"."""
         return {"extra": None, "modules": {}}
@@ -179,7 +185,8 @@ class LaminaSource(Source):
         self._threads = threads_for(world)
         self.manifest: Manifest = folders.read_manifest(where)
         # what differs over ranks: each its own where there are as many as before, else the first one's
-        self._own = rank if world == self.manifest.world else 0
+        self._is_same_world = world == self.manifest.world
+        self._own = rank if self._is_same_world else 0
         self.ties = self.manifest.ties
         self.optimizer = self.manifest.optimizer
         self.tensors = {
@@ -192,8 +199,21 @@ class LaminaSource(Source):
 
     def _whole(self, entry: WholeEntry, key: str) -> Stored:
         file = self._own if entry.file is None else entry.file
-        pieces = (StoredPiece(file, key, 0, entry.numel),) if entry.numel else ()
-        return Stored(entry.shape, dtype_of(entry.dtype), pieces)
+        shape = entry.shape if entry.file is not None else self._own_shape(entry, key)
+        numel = math.prod(shape)
+        return Stored(shape, dtype_of(entry.dtype), (StoredPiece(file, key, 0, numel),) if numel else ())
+
+    def _own_shape(self, entry: WholeEntry, key: str) -> tuple[int, ...]:
+        """The manifest has the first rank's; what is empty is not in a file."""
+        file = self.file(self._own)
+        assert isinstance(file, DataFile)
+        if key not in file.placed:
+            return entry.shape if entry.numel == 0 else (0,)
+        return entry.shape if dtype_of(entry.dtype).is_complex else file.placed[key].shape
+
+    def has_same_ranks(self, name: str, pieces: tuple[Piece, ...] | None) -> bool:
+        before = self.manifest.parameters.get(name)
+        return self._is_same_world and (None if before is None else before.pieces) == pieces
 
     def state(self, name: str, key: str) -> Stored:
         assert self.optimizer is not None
