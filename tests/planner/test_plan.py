@@ -176,10 +176,20 @@ def build_nothing() -> nn.Module:
     raise RuntimeError("there are no weights")
 
 
-@pytest.mark.parametrize("words", [["--seq", "0"], ["--batch", "-1"], ["--accumulate", "0"]])
-def test_command_refuses_sizes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--seq", "0"], "--seq 0: a positive number"),
+        (["--batch", "-1"], "--batch -1: a positive number"),
+        (["--accumulate", "0"], "--accumulate 0: a positive number"),
+        (["--bugdet", "4"], "unknown --bugdet; did you mean --budget?"),
+        (["--save", "/"], "--save /: give the name of a file in a folder that exists"),
+        (["--save", "/no/such/folder/run.toml"], "in a folder that exists"),
+    ],
+)
+def test_command_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *words]) == 1
-    assert f"{' '.join(words)}: a positive number" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_what_if_takes_both() -> None:
@@ -202,6 +212,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--gpus", "2", "--config", str(saved), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert (values["batch"], values["seq"], values["arguments"]["strategy"]) == (2, 64, "ddp")
+    assert cli.main(["plan", "--gpus", "3", "--config", str(saved)]) == 1
+    assert "cannot be dealt to 3 GPUs" in capsys.readouterr().err
     assert cli.main(["train", str(saved), "--dry-run", "--device", "cpu"]) == 0
     assert "memory of ddp: peak at" in capsys.readouterr().out
 

@@ -92,7 +92,7 @@ class Plan:
 
     def __str__(self) -> str:
         head = (
-            f"{self.model}: {self.numel / 1e6:,.1f} M parameters, {self.batch} sequences of {self.seq} a GPU, "
+            f"{self.model}: {count_text(self.numel)} parameters, {self.batch} sequences of {self.seq} a GPU, "
             f"{self.gpus} x {self.machine.name}"
         )
         return "\n".join([head, "", *self._ladder(), "", *self._memory(), "", *self._time()])
@@ -222,6 +222,10 @@ def plan(
     assert taken is not None
     units = tuple(unit.name for unit in taken.workload.units)
     return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, units)
+
+
+def count_text(numel: int) -> str:
+    return f"{numel / 1e6:,.1f} M" if numel >= 100_000 else f"{numel:,}"
 
 
 def peak_bytes(measured: Measured) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ MACHINE = "h100"
 def main(argv: Sequence[str]) -> int:
     """`lamina plan ...`; the exit code."""
     try:
-        options = _parser().parse_args(list(argv))
+        options, unknown = _parser().parse_known_args(list(argv))
+        if unknown:
+            raise UsageError(_unknown(unknown[0]))
         return _plan(options) if options.compare is None else _compare(options)
     except LaminaError as error:
         print(f"lamina plan: {error}", file=sys.stderr)
@@ -51,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--picture", type=Path, help="with --compare: where both are drawn (compare.png beside the trace)")
     add("--json", action="store_true", help="plain values instead of a table")
     return parser
+
+
+def _unknown(word: str) -> str:
+    known = [option for action in _parser()._actions for option in action.option_strings]
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
+    return f"unknown {word}" + (f"; did you mean {near[0]}?" if near else "; `lamina plan --help` names what there is")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -84,6 +93,8 @@ def _plan(options: argparse.Namespace) -> int:
     options.gpus, options.machine = 1 if options.gpus is None else options.gpus, options.machine or MACHINE
     config = Config() if options.config is None else read_toml(options.config)
     check_gpus(options.gpus)
+    if options.save is not None and (options.save.is_dir() or not options.save.absolute().parent.is_dir()):
+        raise UsageError(f"--save {options.save}: give the name of a file in a folder that exists, such as run.toml")
     others = _what_if(options.what_if, options.gpus, options.machine)
     for machine in (options.machine, *(machine for _, machine in others)):
         load_machine(machine)  # what is wrong is said before a model is built
@@ -99,7 +110,10 @@ def _plan(options: argparse.Namespace) -> int:
         for other in also:
             print(f"\nwhat if {options.what_if}: {_compared(made, other)}\n\n{other}")
     if options.save is not None:
-        options.save.write_text(config_text(config, opened, made))
+        try:
+            options.save.write_text(config_text(config, opened, made))
+        except OSError as problem:
+            raise UsageError(f"--save {options.save}: {problem.strerror}") from None
         if not options.json:
             print(f"\nwritten: {options.save}; on {options.gpus} GPUs, `lamina train {options.save}` runs it")
     return 0
@@ -155,7 +169,12 @@ def _complete(config: Config, options: argparse.Namespace) -> Config:
     per_pass = options.gpus * accumulate
     batch = options.batch
     if batch is None:
-        batch = 4 if batches.batch is None else max(1, batches.batch // max(1, per_pass))
+        batch, rest = (4, 0) if batches.batch is None else divmod(batches.batch, per_pass)
+        if rest or not batch:
+            raise UsageError(
+                f"batches.batch={batches.batch} of {options.config} cannot be dealt to {options.gpus} GPUs in "
+                f"{accumulate} passes: type --gpus that divide it, or --batch, the sequences of a micro-batch on a GPU"
+            )
     seq = options.seq if options.seq is not None else batches.length or 2048
     batches = replace(batches, batch=batch, length=seq, accumulate=accumulate)
     precision = options.precision or config.sharding.precision or "bf16"
