@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lamina.errors import UsageError
+from lamina.planner.machine import load_machine
 from lamina.planner.measure import measure
-from lamina.planner.workload import MatrixProduct
+from lamina.planner.rates import Reached
+from lamina.planner.time import forecast_time
+from lamina.planner.workload import Choice, MatrixProduct
 from lamina.train.planned import logits_are_the_heads
 
 LONG = 70_000  # tokens of one sequence
@@ -62,6 +65,38 @@ def test_products_of_experts_are_products() -> None:
     """24 rows over three experts, whoever takes which."""
     (product,) = products_of(experts, seq=12, precision="bf16")
     assert product == MatrixProduct(8, 8, 8, batch=3)
+
+
+class Gated(nn.Module):
+    """Two products, a gate between them that a compiler fuses, a product behind it, a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_what_a_compiler_fuses_moves_less() -> None:
+    """silu, product and sum are 2, 3 and 3 passes in three kernels; fused, the first two are 3 passes in one."""
+    blocks = nn.Sequential(*(Gated() for _ in range(2)))
+    measured = measure(blocks, 1, 1, inputs=[torch.zeros(4, 8)], units=[Gated])
+    unit = measured.workload.units[-1]
+    pass_bytes = 4 * 8 * 4
+    assert (unit.forward_memory_bytes, unit.kernel_count) == (8 * pass_bytes, 6)
+    assert (unit.fused_memory_bytes, unit.fused_kernel_count) == (6 * pass_bytes, 5)
+    machine = load_machine("h100")
+    plain, fused = (
+        forecast_time(measured.workload, Choice(world=1, compiled=compiled), machine, Reached(unit_host_ms=0.0))
+        for compiled in (False, True)
+    )
+    units = measured.workload.units
+    launches = [sum(unit.kernel_count for unit in units), sum(unit.fused_kernel_count or 0 for unit in units)]
+    assert fused.compute_ms / plain.compute_ms == pytest.approx(
+        launches[1] / launches[0]
+    )  # the host is what takes long
+    assert launches[1] <= launches[0] - 2
 
 
 def no_padding(tokens: Tensor, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from lamina.errors import UsageError
 from lamina.planner.chunked import ChunkedLoss
+from lamina.planner.fusion import FusedCount
 from lamina.planner.measure_data import Event, Happens, Measured, Moment
 from lamina.planner.meta_run import KernelsOf, LiveBytes, id_of, on_meta, tensors_in
 from lamina.planner.products import MATRIX, ProductCount, product_of
@@ -174,6 +175,7 @@ class _UnitCount:
     products: ProductCount = field(default_factory=ProductCount)
     memory_bytes: int = 0
     kernels: int = 0
+    fused: FusedCount = field(default_factory=FusedCount)
     saved_bytes: int = 0
     output_bytes: int = 0
     missing: set[int] = field(default_factory=set)  # trainable parameters without a gradient so far
@@ -233,6 +235,8 @@ class _Watch(LiveBytes):
             forward_products=count.products.result(),
             forward_memory_bytes=float(count.memory_bytes),
             kernel_count=count.kernels,
+            fused_memory_bytes=float(count.fused.memory_bytes),
+            fused_kernel_count=count.fused.kernels,
             encloses=shape.encloses,
             recomputable=plan.is_block or not blocks,
             block_index=blocks.index(index) if plan.is_block else 0,
@@ -253,6 +257,7 @@ class _Watch(LiveBytes):
         count = self.counts[self._open[-1]]
         count.kernels += 1
         product = product_of(func, args, result)
+        count.fused.saw(func, tensors_in((args, kwargs)), tensors_in(result), product is not None)
         if product is not None:
             count.products.add(product)
         else:
@@ -309,6 +314,7 @@ class _Watch(LiveBytes):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._open.pop()
             outputs = list(tensors_in(output))
+            self.counts[index].fused.left(outputs)
             self.counts[index].output_bytes += sum(t.nbytes for t in outputs)
             for tensor in outputs:
                 if tensor.grad_fn is not None:

@@ -31,6 +31,9 @@ CHUNKED = (
     "chunked loss is yours to write: call the output layer and the loss for a thousand tokens at a time, each in",
     "torch.utils.checkpoint, inside `with lamina.keep(head.weight):`, and plan it with loss=. `lamina train` does so.",
 )
+COMPILED = (
+    "compiled: each unit's elementwise kernels count as fused; memory is that of the step without it, which takes more"
+)
 MOST_ROWS = 6  # moments of a step that are shown
 
 
@@ -55,7 +58,8 @@ class Plan:
     def arguments(self) -> dict[str, Any]:
         """What to give `lamina.shard`."""
         choice = self.taken.choice
-        return {"strategy": choice.strategy, "recompute": choice.recompute, "slots": choice.slots}
+        given = {"strategy": choice.strategy, "recompute": choice.recompute, "slots": choice.slots}
+        return given | ({"compile": True} if choice.compiled else {})
 
     def as_dict(self) -> dict[str, Any]:
         rows = []
@@ -123,6 +127,8 @@ class Plan:
 
     def _time(self) -> list[str]:
         lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
+        if self.taken.choice.compiled:
+            lines.append(f"  {COMPILED}")
         if self.taken.choice.chunked_loss:
             lines += [f"  {text}" for text in CHUNKED]
         if self.decision.gains:
@@ -144,6 +150,7 @@ def plan(
     units: str | Sequence[Any] = "auto",
     slots: int = 3,
     accumulation: int = 1,
+    compile: bool = False,
     inputs: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
     loss: Loss | None = None,
     name: str | None = None,
@@ -159,6 +166,7 @@ def plan(
         strategy: look at this one (with `recompute`) alone; None: the ladder.
         precision, units, slots: as in `lamina.shard`.
         accumulation: micro-batches of a step.
+        compile: elementwise kernels of each unit are fused. Counts in the time; memory is that of the step without it.
         inputs: of the forward; None: token numbers.
         loss: of the model and its inputs; None: the model's own, or cross entropy of its logits.
 
@@ -204,6 +212,7 @@ def plan(
     compute = resolve_precision(precision).compute or torch.float32
     template = Choice(
         accumulation=accumulation,
+        compiled=compile,
         slots=slots,
         compute_bytes=compute.itemsize,
         wire_bytes=compute.itemsize,

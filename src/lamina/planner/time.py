@@ -159,9 +159,12 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
             backward_attention_ms += rates.attention_ms(ATTENTION_BACKWARD * flops, backward=True)
         else:
             products_ms += p.count * rates.product_ms(p.m, p.n, p.k, p.batch, p.dtype_bytes)
-    memory_ms = rates.memory_ms(unit.forward_memory_bytes)
+    memory_bytes, kernels = unit.forward_memory_bytes, unit.kernel_count
+    if choice.compiled and not unit.encloses and unit.fused_memory_bytes is not None:
+        memory_bytes, kernels = unit.fused_memory_bytes, unit.fused_kernel_count or 0
+    memory_ms = rates.memory_ms(memory_bytes)
     forward_ms = products_ms + attention_ms + memory_ms
-    launches_ms, ours_ms = rates.launch_ms(unit.kernel_count), rates.reached.unit_host_ms
+    launches_ms, ours_ms = rates.launch_ms(kernels), rates.reached.unit_host_ms
     host_ms = launches_ms + HOST_OF_FORWARD * ours_ms
     weights = 2.0 if unit.trainable_numel else 1.0  # gradients of inputs, and of weights
     backward_ms = weights * products_ms + backward_attention_ms + BACKWARD_MEMORY * memory_ms

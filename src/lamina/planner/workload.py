@@ -45,6 +45,8 @@ class UnitWork:
     block_index: int = 0  # its number among blocks, for every-n-th recomputation
     saved_bytes: int = 0  # activations that autograd keeps for backward, each storage once, weights left out
     output_bytes: int = 0
+    fused_memory_bytes: float | None = None  # the same two where the unit is compiled; None: nobody counted
+    fused_kernel_count: int | None = None
     holds_head: bool = False  # the output layer, which a loss in chunks computes again in backward
 
 
@@ -80,5 +82,6 @@ class Choice:
     # runtime does on GPUs, exchanges of 16 bit and rings of 32; on a CPU it exchanges both
     sums: str = "auto"
     transport: str = "c10d"  # or "peer": one-sided copies inside a node
+    compiled: bool = False  # each unit but the root by itself
     chunked_loss: bool = False  # output layer and loss a few tokens at a time, and again in backward
     optimizer: str = "adamw"

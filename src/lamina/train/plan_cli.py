@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, help="tokens of a sequence (2048)")
     add("--accumulate", type=int, help="micro-batches of a step (1)")
     add("--precision", choices=("bf16", "fp32"), help="of forward and backward (bf16)")
+    add("--compile", action="store_true", help="units are compiled: counts in the time, not in the memory")
     add("--budget", help="memory of one GPU instead of the machine's, such as 40GiB")
     add("--what-if", default="", metavar="gpus=64,machine=h200", help="the same with other GPUs, either or both")
     add("--config", type=Path, help="take model, batches, precision from this file of lamina train")
@@ -66,7 +67,7 @@ def _compare(options: argparse.Namespace) -> int:
     """What was forecast beside what was traced, in words, a table and a picture."""
     unused = {"MODEL": "model"} | {
         f"--{name}": name.replace("-", "_")
-        for name in ("gpus", "batch", "seq", "accumulate", "precision", "budget", "what-if", "save")
+        for name in ("gpus", "batch", "seq", "accumulate", "precision", "compile", "budget", "what-if", "save")
     }
     for word, name in unused.items():
         if getattr(options, name):
@@ -142,6 +143,7 @@ def forecast(
         precision="bf16" if config.sharding.precision == "bf16" else None,
         slots=config.sharding.slots or 3,
         accumulation=batches.accumulate,
+        compile=config.sharding.compile,
         loss=opened.loss,
         name=opened.name,
     )
@@ -178,7 +180,8 @@ def _complete(config: Config, options: argparse.Namespace) -> Config:
     seq = options.seq if options.seq is not None else batches.length or 2048
     batches = replace(batches, batch=batch, length=seq, accumulate=accumulate)
     precision = options.precision or config.sharding.precision or "bf16"
-    config = replace(config, batches=batches, sharding=replace(config.sharding, precision=precision))
+    sharding = replace(config.sharding, precision=precision, compile=options.compile or config.sharding.compile)
+    config = replace(config, batches=batches, sharding=sharding)
     if options.model is None and config.model is None:
         unit = max(1, per_pass)
         whole = replace(config, batches=replace(batches, batch=batch * unit))
