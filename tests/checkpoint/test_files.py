@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 import unittest.mock
 from collections import Counter, OrderedDict
@@ -346,6 +347,43 @@ def test_keep_last(tmp_path: Path) -> None:
     assert lamina.latest(tmp_path) == str(paths[3])
     with pytest.raises(lamina.UsageError, match="at least 1"):
         lamina.checkpoint.keep_last(tmp_path, 0)
+
+
+def test_what_cannot_be_deleted_yet_does_not_spoil_a_save(tmp_path: Path) -> None:
+    """As on a network file system, where another process has a file of the earlier checkpoint open."""
+    path = checkpoint(tmp_path / "a", 1)
+    with unittest.mock.patch.object(folders.shutil, "rmtree"):
+        checkpoint(path, 2)
+    assert folders.read_manifest(path).created_ns == 2 and len(list(tmp_path.glob(".a.*.deleted"))) == 1
+    rename = os.rename
+
+    def stale(source: Any, target: Any) -> None:
+        if str(source).endswith(".replaced"):
+            raise OSError("stale")
+        rename(source, target)
+
+    with unittest.mock.patch.object(folders.os, "rename", stale):
+        checkpoint(path, 3)
+    assert folders.read_manifest(path).created_ns == 3 and (tmp_path / ".a.replaced").exists()
+    checkpoint(path, 4)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"] and lamina.latest(tmp_path) == str(path)
+
+
+def test_two_jobs_that_keep_the_last(tmp_path: Path) -> None:
+    """What another job has deleted meanwhile is gone, as wanted; what cannot be deleted is said."""
+    paths = [checkpoint(tmp_path / f"step-{n}", n) for n in range(3)]
+    rename = os.rename
+
+    def slower(source: Any, target: Any) -> None:
+        shutil.rmtree(source)
+        rename(source, target)
+
+    with unittest.mock.patch.object(folders.os, "rename", slower):
+        lamina.checkpoint.keep_last(tmp_path, 2)
+    with unittest.mock.patch.object(folders.shutil, "rmtree"), pytest.warns(UserWarning, match="could not be deleted"):
+        lamina.checkpoint.keep_last(tmp_path, 1)
+    lamina.checkpoint.keep_last(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [paths[2]]
 
 
 def test_links_do_not_count(tmp_path: Path) -> None:

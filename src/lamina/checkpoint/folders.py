@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,9 +45,13 @@ def prepare(path: Path, number: int | None = None) -> Path:
     """Make the hidden folder; what earlier, unfinished saves left there goes."""
     recover(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pattern = re.compile(re.escape(partial(path).name) + "(-[0-9a-f]+)?")
-    for left in [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]:
-        _discard(path, left)
+    unfinished = re.compile(re.escape(partial(path).name) + "(-[0-9a-f]+)?")
+    deleted = re.compile(re.escape(_beside(path, "").name) + "[0-9a-f]{8}\\.deleted")
+    for left in list(path.parent.iterdir()):
+        if unfinished.fullmatch(left.name):
+            _discard(path, left)
+        elif deleted.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
     folder = partial(path, number)
     folder.mkdir()
     return folder
@@ -79,17 +84,25 @@ def give_name(path: Path, number: int | None = None) -> None:
         os.rename(path, earlier)
     os.rename(folder, path)
     sync_folder(path.parent)
-    _discard(path, earlier)
+    with contextlib.suppress(OSError):  # the new one is complete; the next save tries again
+        _discard(path, earlier)
 
 
-def _discard(path: Path, folder: Path) -> None:
-    """First the name, by a rename that somebody else may win; then the files."""
+def _discard(path: Path, folder: Path) -> Path | None:
+    """First the name, by a rename that somebody else may win; then the files, as far as that works.
+
+    A network file system keeps a file that another process has open, under a name of its own: so its folder stays.
+
+    Returns:
+        what could not be deleted.
+    """
     hidden = _beside(path, f"{secrets.token_hex(4)}.deleted")
     try:
         os.rename(folder, hidden)
     except FileNotFoundError:
-        return
-    shutil.rmtree(hidden)
+        return None
+    shutil.rmtree(hidden, ignore_errors=True)
+    return hidden if hidden.exists() else None
 
 
 def abandon(path: Path, number: int | None = None) -> None:
@@ -214,9 +227,9 @@ def prune(folder: Path, keep: int, protect: Sequence[Path] = ()) -> list[Path]:
     going = [path for path in checkpoints(folder)[:-keep] if path not in protect]
     for path in going:
         recover(path)
-        hidden = _beside(path, "deleted")
-        os.rename(path, hidden)  # first the name: half of a checkpoint must never be visible
-        shutil.rmtree(hidden)
+        undeleted = _discard(path, path)  # half of a checkpoint must never be visible
+        if undeleted is not None:
+            warnings.warn(f"{undeleted} could not be deleted: the next keep_last() tries again", stacklevel=3)
     if going:
         sync_folder(folder)
     return going
