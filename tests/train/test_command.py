@@ -17,6 +17,7 @@ import torch
 import lamina
 from lamina import cli
 from lamina.train.cli import _cut_short
+from lamina.train.folder import claimed_folder
 from lamina.train.view import Plain, Progress, Relay, RelayReader, Terminal
 from train.runs import losses, write_text
 
@@ -103,7 +104,12 @@ def test_what_is_left_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
 
 
 def test_what_rank_0_shows_reaches_the_launching_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
     def show(view: Plain | Relay | Terminal) -> None:
+        view.progress(Progress(2, 10, 1.25, 4000.0, 1 << 20, 61.0))
         view.say("a line [with brackets]")
         view.table("memory", [["", "here"], ["slots", "3 B"]])
         view.progress(Progress(3, 10, 1.25, 4000.0, 1 << 20, 61.0))
@@ -117,7 +123,23 @@ def test_what_rank_0_shows_reaches_the_launching_process(monkeypatch: pytest.Mon
         print("of a library")
     assert relayed.getvalue() == direct.getvalue() + "of a library\n"
     assert "step  3/10" in direct.getvalue() and "1:01 left" in direct.getvalue()
-    screen = io.StringIO()
-    show(Terminal(screen))
-    for word in ("[with brackets]", "slots", "3 B"):
+    screen = Screen()
+    with monkeypatch.context() as patched:
+        patched.setenv("COLUMNS", "24")
+        patched.setattr(sys, "stdout", RelayReader(Terminal(screen)))
+        show(Relay())  # the bar lives from its first line on
+        print("a line of a library that is longer than the screen")
+    for word in ("[with brackets]", "slots", "3 B", "a line of a library that is longer than the screen"):
         assert word in screen.getvalue()
+    assert '"kind"' not in screen.getvalue()
+
+
+def test_runs_that_start_side_by_side_take_two_folders(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with claimed_folder(runs) as first, claimed_folder(runs) as second:
+        assert [Path(first).name, Path(second).name] == ["1", "2"]
+        (Path(second) / "run.toml").touch()
+    assert [p.name for p in runs.iterdir()] == ["2"], "one that was refused leaves nothing"
+    (tmp_path / "file").touch()
+    with pytest.raises(lamina.UsageError, match="Give a folder that can be written"), claimed_folder(tmp_path / "file"):
+        pass

@@ -122,6 +122,15 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
         read_documents(str(tmp_path / "leters.txt"))
 
 
+def test_runs_below_a_folder_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("x")
+    (tmp_path / "runs" / "1" / "checkpoints").mkdir(parents=True)
+    for name in ("run.toml", "metrics.jsonl", "model/merges.txt"):
+        (tmp_path / "runs" / "1" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "runs" / "1" / name).write_text("y")
+    assert [d.text for d in read_documents(str(tmp_path))] == ["x"]
+
+
 def test_text_and_conversations_do_not_mix(tmp_path: Path) -> None:
     chat: dict[str, Any] = {"messages": [{"role": "assistant", "content": "x"}]}
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}) + "\n" + json.dumps(chat))

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -26,13 +27,14 @@ from lamina.launch import CPU_RANKS, launch
 from lamina.train.config import ELSEWHERE, Config, read_toml, to_toml
 from lamina.train.documents import read_documents
 from lamina.train.export import find_gpt
-from lamina.train.folder import next_folder
+from lamina.train.folder import claimed_folder, next_folder
 from lamina.train.plan_cli import dry_run
 from lamina.train.pretrained import open_folder
 from lamina.train.resolve import Machine, resolve
 from lamina.train.run import Request, run
 from lamina.train.view import RelayReader, open_view
 
+RUNS = Path("runs")
 STOP_S = 300.0  # from Ctrl-C to the end of the ranks: two steps and a checkpoint, of a large model on a slow disk
 STOPPING = b"\nlamina train: stopping behind this step, with a checkpoint (Ctrl-C again: at once, without)\n"
 
@@ -95,14 +97,14 @@ def _train(argv: list[str]) -> int:
         read_documents(config.data)  # what is wrong with it is said before anything is started
     if config.model is not None and find_gpt(Path(config.model).expanduser()) is None:
         open_folder(config.model)  # and the hub is asked once
-    if config.output is None:
-        config = replace(config, output=str(next_folder(Path("runs"))))
     if config.sharding.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for torch, in the ranks
     if _under_launcher():
-        run(Request(config, command.resume is not None))
+        run(Request(replace(config, output=config.output or str(next_folder(RUNS))), command.resume is not None))
         return 0
-    return _launch(Request(config, command.resume is not None, relayed=True), machine.ranks)
+    with nullcontext(config.output) if config.output else claimed_folder(RUNS) as output:
+        request = Request(replace(config, output=output), command.resume is not None, relayed=True)
+        return _launch(request, machine.ranks)
 
 
 def _parse(argv: list[str], file: str | None) -> Command:

@@ -44,7 +44,7 @@ def read_documents(path: str | None) -> list[Document]:
     root = Path(path).expanduser()
     if not root.exists():
         raise UsageError(f"--data {path}: there is no such file or folder.{_nearby(root)}")
-    files = [root] if root.is_file() else [f for f in sorted(root.rglob("*")) if _is_text(f)]
+    files = [root] if root.is_file() else [f for f in sorted(root.rglob("*")) if _is_text(f, root)]
     if not files:
         kinds = ", ".join(sorted(TEXT_FILES | {".jsonl"}))
         raise UsageError(f"--data {path}: the folder holds no file of text ({kinds})")
@@ -70,8 +70,12 @@ def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]
     return train, [Document(d.where, d.text[cut:]) for d, cut in parts]
 
 
-def _is_text(file: Path) -> bool:
+def _is_text(file: Path, root: Path) -> bool:
+    """What a run below the folder has written is none of it: it would be other text at every resume."""
     hidden = any(part.startswith(".") for part in file.parts[-2:])
+    above = file.relative_to(root).parents
+    if any((root / folder / "run.toml").is_file() and (root / folder / "checkpoints").is_dir() for folder in above):
+        return False
     return file.is_file() and not hidden and file.suffix.lower() in TEXT_FILES | {".jsonl"}
 
 

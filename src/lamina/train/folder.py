@@ -11,11 +11,12 @@ Everything is written beside its place and renamed, so that a full disk leaves n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,27 @@ def next_folder(parent: Path) -> Path:
     """runs/1, runs/2, ..."""
     taken = [int(p.name) for p in parent.iterdir() if p.name.isdecimal()] if parent.is_dir() else []
     return parent / str(max(taken, default=0) + 1)
+
+
+@contextlib.contextmanager
+def claimed_folder(parent: Path) -> Iterator[str]:
+    """The next folder, made at once, so that a run beside this one takes another; gone again if it stays empty."""
+    made_parent = not parent.exists()
+    while True:
+        folder = next_folder(parent)
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+        except OSError as problem:
+            raise UsageError(f"--output {folder}: {problem.strerror}. Give a folder that can be written") from None
+    try:
+        yield str(folder)
+    finally:
+        for empty in (folder, parent) if made_parent else (folder,):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
 
 
 def draw_curve(path: Path, rows: list[dict[str, Any]], bigram: float | None) -> None:

@@ -106,11 +106,13 @@ class Terminal:
         from rich.progress import Progress as Bar
 
         self.console = Console(file=stream, highlight=False)
-        self.bar = Bar(BarColumn(bar_width=16), TextColumn("{task.description}"), console=self.console, transient=True)
+        columns = BarColumn(bar_width=16), TextColumn("{task.description}")
+        # standard output stays what it is: the launching process reads from it what its ranks send (RelayReader)
+        self.bar = Bar(*columns, console=self.console, transient=True, redirect_stdout=False, redirect_stderr=False)
         self.task: Any = None
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)  # commands are copied from here: no line is cut in two
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
         from rich.table import Table
