@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
 from lamina.runtime import summing
+from lamina.runtime.assemble import RUNTIMES
 
 pytestmark = pytest.mark.gpu
 
@@ -79,37 +80,47 @@ def test_peers_of_four_gpus_equal_one_process(strategy: str) -> None:
         mp.spawn(train, (4, folder, strategy, 2, "none", "peer"), nprocs=4)
 
 
-def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool) -> None:
+def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: float | None) -> None:
+    """With `max_norm` the optimizer writes what peers read; edits between steps have to be published all the same."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
     ends = []
     for transport in ("c10d", "peer"):
         model = lamina.shard(build().float(), units=[Block], precision="bf16", transport=transport)
-        optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(6):
+        optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2, max_norm=max_norm)
+        for step in range(8):
             for micro in range(2):
                 with lamina.accumulate(model, last=micro == 1, defer=step % 2 == 1):
                     data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).cuda() + rank
                     if sleeps and (step + rank) % 2:  # ranks drift apart, on the device
                         torch.cuda._sleep(20_000_000)
                     model(data).pow(2).mean().backward()
-            lamina.clip_grad_norm_(model, 0.5)
+            if max_norm is None:
+                lamina.clip_grad_norm_(model, 0.5)
             optimizer.step()
+            if transport == "peer" and max_norm is not None:
+                units = [unit for runtime in RUNTIMES.values() for unit in runtime.units if unit.lanes is not None]
+                assert all(unit.dirty.published for unit in units if unit.published), step
             optimizer.zero_grad()
             with torch.no_grad():
+                if step == 3:
+                    next(model.parameters()).mul_(0.5)
                 model(data)
+                if step == 5:
+                    list(model.parameters())[-1].add_(0.1)
         ends.append([p.local.clone() for p in model.parameters()])
     for by_c10d, by_peer in zip(*ends, strict=True):
         assert torch.equal(by_c10d, by_peer)
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_peer_is_bitwise_what_nccl_gives(sleeps: bool) -> None:
+def test_peer_is_bitwise_what_nccl_gives(sleeps: bool, max_norm: float | None) -> None:
     world = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_in_16_bit, (world, folder, sleeps), nprocs=world)
+        mp.spawn(train_in_16_bit, (world, folder, sleeps, max_norm), nprocs=world)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -123,7 +134,10 @@ def test_the_kernel_sums_as_the_passes_do(dtype: torch.dtype, accumulate: bool, 
             rows = [row[shift:] for row in everything]
             before = torch.randn(numel + shift, device="cuda")[shift:]
             found, wanted = before.clone(), before.double()
-            summing.add_rows(found, rows, 1.0 / 3, accumulate)
+            squares = summing.make_squares(found)
+            assert squares is not None
+            summing.add_rows(found, rows, 1.0 / 3, accumulate, squares)
+            torch.testing.assert_close(squares.double().sum(), found.double().pow(2).sum(), rtol=1e-5, atol=0)
             exact = sum(row.double() for row in rows) / 3 + (wanted if accumulate else 0)
             torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
 

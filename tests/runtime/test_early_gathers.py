@@ -42,7 +42,7 @@ def gathers(change: str) -> None:
     lanes, units = runtime.engine.lanes, runtime.engine.units
     lanes.compute, lanes.gather, lanes.reduce = Noting(), Noting(), Noting()
     for number, unit in enumerate(units):
-        unit.compute, unit.leads = lanes.compute, number < 2
+        unit.leads = number < 2
     optimizer = lamina.optim.AdamW(model.parameters(), lr=0.1)
     waits: dict[int, list[Point]] = {}
     await_written = runtime.engine.gatherer.await_written

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import lamina
 from harness import run_ranks
+from lamina.optim import adamw
+from lamina.optim.update import by_torch
 from lamina.runtime import api
 from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import SymmetricGatherer, inbox_bytes, published_places
@@ -119,3 +121,61 @@ def test_training_is_bitwise_what_c10d_gives() -> None:
         assert equal
         # one change of the published ranges, in two parts; then two for each exchange
         assert met == [GATHER_CHANNEL, GATHER_CHANNEL, REDUCE_CHANNEL] + [REDUCE_CHANNEL] * 2 * segments
+
+
+def kernel_that_publishes(call: Any, group: Any, lr: Any, scaling: Any, publishes: bool = False) -> bool:
+    """Stands for the GPU's kernel, which does both at once."""
+    by_torch(call, group, lr, scaling)
+    if publishes:
+        assert len(call.published) == len(call.params)
+        for copy, param in zip(call.published, call.params, strict=True):
+            copy.copy_(param)
+    return True
+
+
+def note_casts(patch: pytest.MonkeyPatch, gatherer: SymmetricGatherer, by_step: list[list[str]]) -> None:
+    cast = gatherer._cast
+
+    def noted(units: Any) -> None:
+        by_step[-1].extend(unit.name for unit in units)
+        cast(units)
+
+    patch.setattr(gatherer, "_cast", noted)
+
+
+def publish_in_the_step() -> tuple[bool, list[list[str]]]:
+    """Six clipped steps with edits in between: are the masters those of c10d? Which units were cast, by step."""
+    ends: list[list[Tensor]] = []
+    cast_by_step: list[list[str]] = []
+    for make in (lambda *a, **k: lamina.shard(*a, units=UNITS, **k), shard_symmetrically):
+        model = make(build().float(), "zero3", precision="bf16")
+        optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2, max_norm=0.1)
+        edited = dict(model.named_parameters())["blocks.0.mix.weight"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adamw, "by_own_kernel", kernel_that_publishes)
+            if make is shard_symmetrically:
+                note_casts(patch, RUNTIMES[model].engine.gatherer, cast_by_step)
+            for step in range(6):
+                cast_by_step.append([])
+                tokens = language_batch(10 * step + dist.get_rank(), 2)[:, :-1]
+                nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+                if step == 4:  # before the step: what it writes is not all that has changed
+                    with torch.no_grad():
+                        edited.mul_(1.1)
+                optimizer.step()
+                if step == 2:
+                    with torch.no_grad():
+                        edited.mul_(0.9)
+                if step == 3:
+                    optimizer.step()  # with the same gradients: nobody has read what the first one published
+                optimizer.zero_grad()
+        ends.append([p.local.clone() for p in model.parameters()])
+    return all(map(torch.equal, *ends)), cast_by_step[6:]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_step_publishes_what_it_writes(world: int) -> None:
+    for equal, cast in run_ranks(world, publish_in_the_step):
+        assert equal
+        everything = len(cast[0])
+        assert everything > 2 and [len(names) for names in cast[1:]] == [0, 0, 1, 0, everything], cast

@@ -33,14 +33,15 @@ Geometry = tuple[torch.Size, tuple[tuple[int, int], ...], int]
 class DirtyFlag:
     """Set by every in-place write to a parameter (or to an alias of it); its reader sets `value` back to False."""
 
-    __slots__ = ("value", "written")
+    __slots__ = ("published", "value", "written")
 
     def __init__(self, value: bool = False) -> None:
         self.value = value
         self.written: Mark | None = None  # when the last write is done on the device; None: when all that is queued is
+        self.published = False  # it went into the copy that peers read, too
 
-    def mark(self, written: Mark | None = None) -> None:
-        self.value, self.written = True, written
+    def mark(self, written: Mark | None = None, published: bool = False) -> None:
+        self.value, self.written, self.published = True, written, published
 
     def __repr__(self) -> str:
         return f"DirtyFlag({self.value})"

@@ -15,7 +15,7 @@ change; hyperparameters are read from the groups at every step. The algorithm is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import is_, itemgetter
 from typing import Any
@@ -23,12 +23,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.core.lanes import Lane, Mark
+from lamina.core.lanes import Lanes, Mark
 from lamina.errors import UsageError
 from lamina.optim.clip import Norm
 from lamina.optim.moments import FLAT, Home, make_steps, stepping
 from lamina.optim.places import find_places, local_of
-from lamina.optim.update import Call, Scaling, by_own_kernel, by_torch, gradient_for, real_of
+from lamina.optim.update import (
+    Call,
+    Scaling,
+    by_own_kernel,
+    by_torch,
+    gradient_for,
+    is_same_place,
+    published_of,
+    real_of,
+)
 from lamina.runtime.unit import Unit
 
 
@@ -132,26 +141,36 @@ class AdamW(torch.optim.AdamW):
         scaling = Scaling(scale, found_inf, None if self.max_norm is None else self._clip_factor(scale))
         for counts in self._counts:
             torch._foreach_add_(counts, 1)
+        cast = set()  # units that are not published by the step
         for leads, units in ((True, self._leading), (False, self._others)):
             for call in self._calls:
-                if call.leads is leads:
-                    self._update(call, scaling)
-            _note_written(units)
+                if call.leads is leads and not self._update(call, scaling):
+                    cast.update(call.units)
+            _note_written(units, cast)
         if found_inf is not None:  # a step that the kernels left out does not count
             for counts in self._counts:
                 torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
         return loss
 
-    def _update(self, call: Call, scaling: Scaling) -> None:
+    def _update(self, call: Call, scaling: Scaling) -> bool:
+        """Whether it has published what it wrote. Note [Published] 3 in runtime/publishing.py."""
+        publishes = scaling.factor is not None and bool(call.published)
+        for unit, copies in zip(call.units, call.copies, strict=True) if publishes else ():
+            if unit.published is not copies:  # `lamina.adopt` has given it other memory
+                publishes, self._norm = False, None
+            elif unit.dirty.value and not unit.dirty.published:
+                publishes = False  # more has changed than this writes
         group = self.param_groups[call.group]
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         reads_rate = bool(self._rates) and (is_captured or self._rehearses)
         rate = self._rates[call.group] if reads_rate else group["lr"]
         may_be_own = not is_captured or (call.table is not None and call.table.has_place)
-        if not (may_be_own and by_own_kernel(call, group, rate, scaling)):
+        if not (may_be_own and by_own_kernel(call, group, rate, scaling, publishes)):
             by_torch(call, group, rate, scaling)
-        elif is_captured:
+            return False
+        if is_captured:
             self._recorded = [*self._recorded, call]
+        return publishes
 
     def _clip_factor(self, scale: Tensor | None) -> Tensor:
         """What gradients are to be multiplied by so that their norm is at most `max_norm`; collective."""
@@ -159,6 +178,9 @@ class AdamW(torch.optim.AdamW):
         if self._norm is None:
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
             self._norm = Norm(params)
+            self._choose_published()
+        for lanes in {unit.lanes for unit in (*self._leading, *self._others) if unit.lanes is not None}:
+            lanes.compute.wait(lanes.gather.mark())  # who takes part in the norm has read what was published before
         norm = self._norm.total()
         if any(call.loose for call in self._calls):
             self._norm = None  # gradients of no fixed place
@@ -166,6 +188,17 @@ class AdamW(torch.optim.AdamW):
             norm = norm / scale.to(norm.device, non_blocking=True)
         self.grad_norm = norm
         return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    def _choose_published(self) -> None:
+        """Where calls write the copies that peers read: if the norm meets all who read them."""
+        assert self._norm is not None
+        for call in self._calls:
+            before, call.published = call.published, []
+            if all(map(self._norm.meets_readers, call.units)):
+                call.published = published_of(call)
+            call.copies = [unit.published for unit in call.units]
+            if len(before) != len(call.published) or not all(map(is_same_place, before, call.published)):
+                call.table = None
 
     def rehearse(self, on: bool) -> None:
         """From here on steps launch what a recorded one will, or (`on=False`) no longer. See `lamina.capture`."""
@@ -263,12 +296,17 @@ class AdamW(torch.optim.AdamW):
                 self.state[home.params[i]] = dict(home.views[i])
             first = home.params[0]
             group = self.param_groups[home.group]
-            leads = home.unit is not None and home.unit.leads
-            call = calls.setdefault((home.group, first.device, first.dtype, leads), Call(home.group, leads))
+            leads, copied_to = False, None
+            if home.unit is not None:
+                published = home.unit.published
+                leads, copied_to = home.unit.leads, published[home.places[0].segment].dtype if published else None
+            key = home.group, first.device, first.dtype, leads, copied_to
+            call = calls.setdefault(key, Call(home.group, leads))
             for start, end in home.runs(here, over_padding=group["eps"] != 0):
                 _add_range(call, home, start, end, flat=here[start] == FLAT)
             if home.unit is not None:
                 units[id(home.unit)] = home.unit
+                call.units.append(home.unit)
         self._calls, self._norm = [call for call in calls.values() if call.params], None
         self._counts = stepping(self._homes, kinds)
         self._leading = [unit for unit in units.values() if unit.leads]
@@ -277,13 +315,14 @@ class AdamW(torch.optim.AdamW):
         self._remember()
 
 
-def _note_written(units: Sequence[Unit]) -> None:
+def _note_written(units: Sequence[Unit], cast: Set[Unit]) -> None:
     """Masters are what they will be once all that compute has been given so far is done, gradients are used up."""
-    marks: dict[Lane, Mark | None] = {}
+    marks: dict[Lanes | None, Mark | None] = {None: None}
     for unit in units:
-        if unit.compute not in marks:
-            marks[unit.compute] = unit.compute.mark()
-        unit.dirty.mark(marks[unit.compute])
+        lanes = unit.lanes
+        if lanes is not None and lanes not in marks:
+            marks[lanes] = lanes.compute.mark()
+        unit.dirty.mark(marks[lanes], published=unit not in cast)
         unit.gradients.has_squares = False  # a kernel may have scaled them
 
 
@@ -315,6 +354,7 @@ def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None
         place = home.places[first]
         call.params.append(real_of(place.unit.masters[place.segment][start:stop]))
         call.grads.append(gradient_for(place.unit.gradients.ranges[place.segment][start:stop], call.params[-1]))
+        call.places.append((place.unit, place.segment, start, stop))
         moments = {key: moment[start - home.start : stop - home.start] for key, moment in home.moments.items()}
     else:
         param = home.params[first]

@@ -1,4 +1,4 @@
-"""One AdamW update of many ranges on a GPU, in one launch. Imported only where Triton is.
+"""One AdamW update of many ranges on a GPU, in one launch; it may write copies in 16 bits. Imported where Triton is.
 
 torch's fused kernel reads gradients that a pass before it has scaled, takes a few ranges a launch, and computes in
 float64. Here one launch reads every range by a table of addresses, scales gradients by a number that lies on the device
@@ -23,15 +23,17 @@ from torch import Tensor
 BLOCK = 1024  # elements of one program; of 1024 to 4096 the quickest
 WARPS = 8
 CHUNK_BLOCKS = 256  # of one row of the table; long ranges take several, so that few programs have nothing to do
-COLUMNS = 6  # of the table: places of parameter, gradient, both moments and step count; number of elements
+# of the table: places of parameter, gradient, both moments and step count; number of elements; place of the copy
+COLUMNS = 7
 ALIGNMENT_BYTES, FLOAT_BYTES = 16, 4
 
 
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
-    table, anchor, lr, scale, found_inf, decay, rest1, rest2, log_beta1, low1, log_beta2, low2, eps,
+    table, anchor, copies, lr, scale, found_inf, decay, rest1, rest2, log_beta1, low1, log_beta2, low2, eps,
     LR_LIES_THERE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    PUBLISHES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = table + tl.program_id(0) // CHUNK_BLOCKS * COLUMNS
     numel = tl.load(row + 5)
@@ -45,6 +47,9 @@ def _adamw(  # type: ignore[no-untyped-def]
             grads = _place(row + 1, anchor, ALIGNED) + first
             firsts = _place(row + 2, anchor, ALIGNED) + first
             seconds = _place(row + 3, anchor, ALIGNED) + first
+            published = copies
+            if PUBLISHES:
+                published = _place(row + 6, copies, ALIGNED) + first
             step = tl.load(_place(row + 4, anchor, False)).to(tl.float64)
             rate = lr
             if LR_LIES_THERE:
@@ -60,13 +65,13 @@ def _adamw(  # type: ignore[no-untyped-def]
             left = 1.0 - rate * decay
             if first + BLOCK <= numel:  # without a mask, which would keep Triton from reading whole vectors
                 _update(
-                    params, grads, firsts, seconds, 0, factor, left, rest1, rest2, step_size, shrink, eps,
-                    HAS_SCALE, MAXIMIZE, False, BLOCK,
+                    params, grads, firsts, seconds, published, 0, factor, left, rest1, rest2, step_size, shrink, eps,
+                    HAS_SCALE, MAXIMIZE, PUBLISHES, False, BLOCK,
                 )  # fmt: skip
             else:
                 _update(
-                    params, grads, firsts, seconds, numel - first, factor, left, rest1, rest2, step_size, shrink, eps,
-                    HAS_SCALE, MAXIMIZE, True, BLOCK,
+                    params, grads, firsts, seconds, published, numel - first, factor, left, rest1, rest2, step_size,
+                    shrink, eps, HAS_SCALE, MAXIMIZE, PUBLISHES, True, BLOCK,
                 )  # fmt: skip
 
 
@@ -81,8 +86,8 @@ def _place(cell, anchor, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
-    params, grads, firsts, seconds, numel, factor, left, rest1, rest2, step_size, shrink, eps,
-    HAS_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    params, grads, firsts, seconds, published, numel, factor, left, rest1, rest2, step_size, shrink, eps,
+    HAS_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr, PUBLISHES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block: its first `numel` elements where MASKED, else all."""
     at = tl.arange(0, BLOCK)
@@ -106,10 +111,14 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(firsts + at, mean, mask=inside)
         tl.store(seconds + at, square, mask=inside)
         tl.store(params + at, param, mask=inside)
+        if PUBLISHES:
+            tl.store(published + at, param.to(published.dtype.element_ty), mask=inside)
     else:
         tl.store(firsts + at, mean)
         tl.store(seconds + at, square)
         tl.store(params + at, param)
+        if PUBLISHES:
+            tl.store(published + at, param.to(published.dtype.element_ty))
 
 
 class Table:
@@ -119,9 +128,14 @@ class Table:
     aligned, and it knows that of arguments, not of addresses that were loaded.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
-        """`columns`: parameters, gradients, first and second moments, step counts (0-dim); all float32."""
+    def __init__(self, columns: Sequence[Sequence[Tensor]], published: Sequence[Tensor] = ()) -> None:
+        """`columns`: parameters, gradients, first and second moments, step counts (0-dim); all float32.
+
+        `published`: copies of the parameters, all of one dtype.
+        """
         self._columns, self.anchor = columns, columns[0][0]
+        self._published = list(published)
+        self.copies = published[0] if published else self.anchor
         self._gradients: list[int] = []  # their addresses, which come and go
         self._rows = torch.empty(0)
         self._place: Tensor | None = None  # that the next recorded kernel may read
@@ -152,10 +166,16 @@ class Table:
     def _rows_on_host(self) -> Tensor:
         addresses = torch.tensor([[tensor.data_ptr() for tensor in column] for column in self._columns])
         self.is_aligned = not bool((addresses[:4] % ALIGNMENT_BYTES).any())
-        rows = torch.empty(len(self), COLUMNS, dtype=torch.int64)
+        rows = torch.zeros(len(self), COLUMNS, dtype=torch.int64)
         rows[:, :5] = ((addresses - self.anchor.data_ptr()) // FLOAT_BYTES)[:, self._range].T
         rows[:, :4] += self._starts[:, None]
         rows[:, 5] = self._numels
+        if self._published:
+            item_bytes = self.copies.itemsize
+            places = torch.tensor([copy.data_ptr() for copy in self._published]) - self.copies.data_ptr()
+            rows[:, 6] = (places // item_bytes)[self._range] + self._starts
+            at = [self.copies.data_ptr(), *places.tolist()]
+            self.is_aligned = self.is_aligned and not any(place % (4 * item_bytes) for place in at)
         return rows
 
     def make_place(self) -> None:
@@ -186,8 +206,12 @@ def launch(
     eps: float,
     weight_decay: float,
     maximize: bool,
+    publishes: bool = False,
 ) -> None:
-    """Update every range of the table; `lr`, `scale` (of gradients) and `found_inf` may lie on the device, 0-dim."""
+    """Update every range of the table; `lr`, `scale` (of gradients) and `found_inf` may lie on the device, 0-dim.
+
+    `publishes`: write the copies, too.
+    """
     rows = table.rows()
     lr_lies_there = isinstance(lr, Tensor) and lr.device == rows.device and lr.is_cuda
     logs: list[Any] = []
@@ -197,6 +221,7 @@ def launch(
     _adamw[(len(table) * CHUNK_BLOCKS,)](
         rows,
         table.anchor,
+        table.copies,
         lr if lr_lies_there else float(lr),
         rows if scale is None else scale,
         rows if found_inf is None else found_inf,
@@ -209,6 +234,7 @@ def launch(
         HAS_SCALE=scale is not None,
         HAS_FOUND_INF=found_inf is not None,
         MAXIMIZE=maximize,
+        PUBLISHES=publishes,
         ALIGNED=table.is_aligned,
         BLOCK=BLOCK,
         CHUNK_BLOCKS=CHUNK_BLOCKS,

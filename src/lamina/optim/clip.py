@@ -31,7 +31,7 @@ from lamina.core.slots import DebugMode
 from lamina.errors import StateError, UsageError
 from lamina.optim.places import Place, find_places, local_of
 from lamina.runtime.summing import HOST_PIECE_NUMEL
-from lamina.runtime.unit import PARTS
+from lamina.runtime.unit import PARTS, Unit
 from lamina.runtime.unit_gradients import UnitGradients
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -99,6 +99,15 @@ class Norm:
         self._params = list(params)
         self._spreads = _spreads(self._params, find_places(self._params))
         self._dtype = _result_dtype(self._params) if self._params else torch.float32
+
+    def meets_readers(self, unit: Unit) -> bool:
+        """Whether all who read this rank's part of a unit take part in one sum: it ends when all have come to it."""
+        group = unit.mesh.gather[0].pg
+        if group is None:
+            return False
+        readers = set(dist.get_process_group_ranks(group))
+        groups = {group for spread in self._spreads for group in spread.groups}
+        return any(readers <= set(dist.get_process_group_ranks(group)) for group in groups)
 
     def total(self) -> Tensor:
         """0-dim, float32 (float64 for float64 gradients), equal on all ranks. Collective."""

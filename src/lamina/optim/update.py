@@ -14,6 +14,7 @@ from lamina.optim.places import local_of
 
 if TYPE_CHECKING:
     from lamina.optim.adamw_kernel import Table
+    from lamina.runtime.unit import Unit
 
 
 class Scaling(NamedTuple):
@@ -34,8 +35,29 @@ class Call:
     grads: list[Tensor] = field(default_factory=list)
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)  # 0-dim
+    published: list[Tensor] = field(default_factory=list)  # copies of `params` that peers read; none, or one each
+    places: list[tuple[Unit, int, int, int]] = field(
+        default_factory=list
+    )  # unit, segment, start, stop; of the flat ones
+    units: list[Unit] = field(default_factory=list)
+    copies: list[list[Tensor]] = field(default_factory=list)  # by unit, its `published` when those above were found
     loose: list[tuple[int, Tensor]] = field(default_factory=list)  # entry, parameter: looked up at every step
     table: Table | None = None  # for our own kernel
+
+
+def published_of(call: Call) -> list[Tensor]:
+    """The copies that peers read of what a call writes, one an entry; empty if there are not all of one dtype."""
+    found = []
+    for unit, segment, start, stop in call.places:
+        if not unit.published or unit.published[segment].numel() != unit.masters[segment].numel():
+            return []
+        found.append(unit.published[segment][start:stop])
+    is_all = len(found) == len(call.params) and len({copy.dtype for copy in found}) == 1
+    return found if is_all else []
+
+
+def is_same_place(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
 def real_of(tensor: Tensor) -> Tensor:
@@ -84,8 +106,13 @@ def by_torch(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Sca
         call.params[entry] = call.grads[entry] = call.steps[entry]
 
 
-def by_own_kernel(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling) -> bool:
-    """By our kernel, on a GPU, for ranges of float32 at fixed places; whether it could."""
+def by_own_kernel(
+    call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling, publishes: bool = False
+) -> bool:
+    """By our kernel, on a GPU, for ranges of float32 at fixed places; whether it could.
+
+    `publishes`: write `call.published`, too.
+    """
     scale, found_inf, factor = scaling
     device = call.params[0].device
     if device.type != "cuda" or call.loose or group["amsgrad"] or call.params[0].dtype is not torch.float32:
@@ -95,7 +122,7 @@ def by_own_kernel(call: Call, group: dict[str, Any], lr: float | Tensor, scaling
         return False
     if call.table is None:
         columns = (call.params, call.grads, call.moments["exp_avg"], call.moments["exp_avg_sq"], call.steps)
-        call.table = kernel.Table(columns)
+        call.table = kernel.Table(columns, call.published)
     if scale is not None:
         scale = scale.to(device, non_blocking=True).reciprocal()
         factor = scale if factor is None else factor.to(device, non_blocking=True) * scale
@@ -109,6 +136,7 @@ def by_own_kernel(call: Call, group: dict[str, Any], lr: float | Tensor, scaling
         float(group["eps"]),
         float(group["weight_decay"]),
         bool(group["maximize"]),
+        publishes,
     )
     return True
 
@@ -122,10 +150,12 @@ def _own_kernel() -> Any:
         numel = adamw_kernel.CHUNK_BLOCKS * adamw_kernel.BLOCK + 4  # more than one row of the table
         param, grad, mean, square = torch.full((4, numel), 0.5, device="cuda").unbind()
         step = torch.ones((), device="cuda")
-        table = adamw_kernel.Table([[param], [grad], [mean], [square], [step]])
-        adamw_kernel.launch(table, 0.1, None, None, (0.9, 0.99), 1e-8, 0.0, False)
+        published = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+        table = adamw_kernel.Table([[param], [grad], [mean], [square], [step]], [published])
+        adamw_kernel.launch(table, 0.1, None, None, (0.9, 0.99), 1e-8, 0.0, False, True)
         wanted = 0.5 - 0.1 * (0.5 / 0.1) / ((0.4975 / 0.01) ** 0.5 + 1e-8)
         works = torch.allclose(param, torch.full_like(param, wanted), rtol=1e-5)
+        works = works and torch.equal(published, param.to(torch.bfloat16))
     except Exception as error:  # a compiler is missing, or any of the many ways in which one fails
         warnings.warn(f"lamina.optim.AdamW takes torch's kernel, for Triton does not work here: {error}", stacklevel=2)
         return None

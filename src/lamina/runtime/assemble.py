@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lamina.core.arena import Demand, Packing, pack
 from lamina.core.control import Control
-from lamina.core.lanes import Lane, Lanes, StreamLane
+from lamina.core.lanes import Lanes, StreamLane
 from lamina.core.layout import UnitLayout, lay_out, short_dtype
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_tensor import check_unheld
@@ -279,7 +279,7 @@ def build_engine(
 ) -> Engine:
     """The engine over these units; `peers` makes gathers one-sided."""
     lanes = Lanes(mesh.device)
-    _let_lead(units, lanes.compute)
+    _let_lead(units, lanes)
     transport: Transport = C10d(mesh.device)
     if peers is None:
         gatherer = Gatherer(transport, control, lanes)
@@ -293,11 +293,11 @@ def build_engine(
     return Engine(units, control, lanes, gatherer, reducer, max(1, slots - 2), one_sided)
 
 
-def _let_lead(units: Sequence[Unit], compute: Lane) -> None:
+def _let_lead(units: Sequence[Unit], lanes: Lanes) -> None:
     """Choose the units that the optimizer writes first and the next step gathers first; on GPUs, for it is a launch."""
     left_bytes = LEADING_SHARE * sum(unit.layout.buffer_bytes for unit in units if not unit.plain)
     for unit in units:
-        unit.compute, unit.leads = compute, isinstance(compute, StreamLane) and not unit.plain and left_bytes > 0
+        unit.lanes, unit.leads = lanes, isinstance(lanes.compute, StreamLane) and not unit.plain and left_bytes > 0
         if unit.leads:
             left_bytes -= unit.layout.buffer_bytes
 

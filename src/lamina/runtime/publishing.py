@@ -10,7 +10,9 @@ Note [Published]
        those of the backward too, read that one version, whatever happens to the masters meanwhile.
     2. Where optimizer state is split further than parameters, the range is filled by the outer all-gathers. Those are
        collective, so ranks first agree which units have changed anywhere.
-    3. Where parameters are not split (F_p = 1) nothing is gathered but the outer levels, once a step: those units are
+    3. On GPUs `lamina.optim.AdamW` writes the published range beside the master where the norm that it takes
+       (`max_norm`) has met all who read it: their gathers are over before, and publishing has nothing left to cast.
+    4. Where parameters are not split (F_p = 1) nothing is gathered but the outer levels, once a step: those units are
        left to `Gatherer`.
 """
 
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from lamina.core.control import Control
-from lamina.core.lanes import Lanes, Mark
+from lamina.core.lanes import Lane, Lanes, Mark
 from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, UnitLayout, round_up
 from lamina.core.mesh import DataMesh
 from lamina.core.slots import Slot
@@ -209,17 +211,18 @@ class SymmetricGatherer(PeerGatherer):
         with gather.running():
             self.peers.meet(GATHER_CHANNEL)
         reduce.wait(gather.mark())
-        for unit in leading:
-            self.await_written(gather, unit)
-        with gather.running():
-            self._cast(leading)
-            self.peers.meet(GATHER_CHANNEL)
-        for unit in others:
-            self.await_written(reduce, unit)
-        with reduce.running():
-            self._cast(others)
-            self.peers.meet(REDUCE_CHANNEL)
+        self._publish_on(gather, leading, GATHER_CHANNEL)
+        self._publish_on(reduce, others, REDUCE_CHANNEL)
         self._late_ready = reduce.mark()
+
+    def _publish_on(self, lane: Lane, changed: Sequence[Unit], channel: int) -> None:
+        for unit in changed:
+            self.await_written(lane, unit)
+        with lane.running():
+            self._cast([unit for unit in changed if not unit.dirty.published])
+            self.peers.meet(channel)
+        for unit in changed:
+            unit.dirty.value = False
 
     def forget_marks(self) -> None:
         self._late_ready = None

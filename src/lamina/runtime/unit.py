@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lamina.core.lanes import Lane
+from lamina.core.lanes import Lanes
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_optim import COPIED
@@ -75,7 +75,7 @@ class Unit:
         self.windows = 0  # open uses whose modules see full parameters
         self.was_entered = False  # by a forward, since its last reduction
         self.leads = False  # among the first uses of a step: on GPUs its weights are brought first
-        self.compute = Lane(mesh.device)  # on which its masters are written
+        self.lanes: Lanes | None = None  # its masters are written on `compute`; None: they are read there, too
         self.kept = 0  # `keep` scopes that hold it
         self.alive_uses = 0  # forward visits whose graph may still be run backward
         self.gathers = self.reduces = self.overflows = 0
