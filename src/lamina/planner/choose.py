@@ -147,8 +147,9 @@ def _nothing_fits(rungs: Sequence[Rung], budget_bytes: int | None, machine: Mach
 def _gains(taken: Rung) -> tuple[str, ...]:
     """What a step waits for or does twice, in ms, the largest first."""
     time = taken.time
+    fewer = "" if taken.choice.compiled else " compile,"
     found = [
-        (time.host_ms, "kernels are launched too slowly: lamina.capture, compile, or a larger batch"),
+        (time.host_ms, f"kernels are launched too slowly: lamina.capture,{fewer} or a larger batch"),
         (time.exposed_ms, "collectives that nothing hides: a larger batch, or more micro-batches a step"),
         (time.stretched_ms, "compute slowed by collectives beside it: transport='peer' inside a node"),
         (time.optimizer_ms, "the optimizer: split over more ranks it takes less"),

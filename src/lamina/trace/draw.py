@@ -29,7 +29,7 @@ OTHER_COLOUR, OPTIMIZER_COLOUR = "#c8c8c8", "#b9a3d0"
 EXPOSED_COLOUR = "#d62728"  # compute stands still
 LANE_TITLES = {"compute": "compute", "gather": "gather (AG)", "reduce": "reduce (RS)"}
 BAR_HEIGHT = 0.72  # of a lane
-LETTERS_UPRIGHT = 9  # as many fit into a bar's height
+LETTERS_UPRIGHT = 7  # as many of 8 points fit into the height of a bar where three lanes share a page
 MIB_BYTES = 2**20
 UNITS_NUMBERED = 24  # more than this and the bytes of the arena are drawn without names
 
