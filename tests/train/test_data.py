@@ -122,6 +122,13 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
         read_documents(str(tmp_path / "leters.txt"))
 
 
+def test_lines_of_jsonl_end_where_files_end_them(tmp_path: Path) -> None:
+    """Unescaped, a string may hold what Python takes for the end of a line; and a file may begin with a mark."""
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in ("one\u2028line", "two\x85three")]
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
+    assert [d.text for d in read_documents(str(tmp_path))] == ["one\u2028line", "two\x85three"]
+
+
 def test_runs_below_a_folder_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_text("x")
     (tmp_path / "runs" / "1" / "checkpoints").mkdir(parents=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lamina
@@ -84,6 +85,7 @@ def round_trips(folder: Path) -> dict[str, tuple[bool, float, float]]:
         with torch.no_grad():
             wanted = reference(input_ids=tokens, use_cache=False).logits
             model, objective = opened(folder / name)
+            assert model.model.training, "with dropout, where it has one"
             read = float((objective.logits(tokens) - wanted).abs().max())
         state = hugging_face_state(model, model.model, rank)
         if rank == 0:
@@ -191,7 +193,6 @@ def adapts(folder: Path, output: Path, data: Path) -> None:
 
 def test_adapters(llama: Path, tmp_path: Path) -> None:
     """PEFT's names; the base as it was; and what the run learned is in the two matrices."""
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     text = write_text(tmp_path, lines=100)
@@ -268,6 +269,14 @@ def spoil(folder: Path, how: str) -> None:
         (folder / "config.json").unlink()
     elif how == "adapter":
         (folder / "config.json").rename(folder / "adapter_config.json")
+    elif how == "quantised":
+        config = json.loads((folder / "config.json").read_text())
+        told = {"quantization_config": {"quant_method": "fp8"}}
+        (folder / "config.json").write_text(json.dumps({**config, **told}))
+    elif how == "narrow":
+        state = load_file(folder / "model.safetensors")
+        state["model.norm.weight"] = state["model.norm.weight"].to(torch.float8_e4m3fn)
+        save_file(state, folder / "model.safetensors")
     elif how == "few positions":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 31}))
@@ -303,6 +312,8 @@ def spoil(folder: Path, how: str) -> None:
 SPOILED = {
     "no config": ["config.json"],
     "adapter": ["adapter alone"],
+    "quantised": ["quantised (fp8)", "scales"],
+    "narrow": ["model.norm.weight", "F8_E4M3"],
     "few positions": ["batches.length=32", "31 positions", "--length 31"],
     "few words": ["tokenizer", "20 words"],
     "no tokenizer": ["no tokenizer", "tokenizer.json"],
@@ -315,7 +326,7 @@ SPOILED = {
     "no template": ["chat.jsonl", "no chat template"],
     "strange template": ["chat.jsonl, line", "template"],
 }
-FOUND_WHILE_READING = ("truncated", "missing file", "shape")  # by each rank
+FOUND_WHILE_READING = ("truncated", "missing file", "shape", "narrow")  # by each rank
 
 
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _nearby(path: Path) -> str:
 
 def _read(file: Path) -> Iterator[Document]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # with or without a mark of it
     except UnicodeDecodeError as problem:
         raise UsageError(f"{file} is no UTF-8 text: {problem.reason} at byte {problem.start}") from None
     except OSError as problem:
@@ -99,7 +99,7 @@ def _read(file: Path) -> Iterator[Document]:
         if text.strip():
             yield Document(str(file), text)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # str.splitlines would cut strings at other ends of lines
         if line.strip():
             yield _of_line(line, f"{file}, line {number}")
 

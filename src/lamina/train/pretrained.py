@@ -21,6 +21,7 @@ from lamina.errors import UsageError
 from lamina.runtime.deferred import deferred
 from lamina.train.lora import Rank, add_adapters
 
+WIDE_ENOUGH = {"F64", "F32", "F16", "BF16"}  # in the words of safetensors
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of masters
 
 
@@ -131,6 +132,12 @@ def _config(transformers: Any, folder: Path) -> Any:
             f"{folder}: `{config.model_type}` reads one text and writes another; `lamina train` predicts the next "
             "token of one, and would drop its encoder. lamina.shard() takes it in a script of your own"
         )
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        how = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise UsageError(
+            f"{folder}: its weights are quantised ({how or 'see quantization_config'}), numbers that mean nothing "
+            "without their scales: give a folder of the same model in 16 or 32 bits"
+        )
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in known:
         raise UsageError(
@@ -171,7 +178,8 @@ def _build(
 
 def _load_whole(transformers: Any, folder: Path, dtype: torch.dtype) -> nn.Module:
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return model.train()  # it comes without dropout, as for use
     except Exception as problem:
         raise UsageError(f"{folder}: the weights cannot be read: {_first_line(problem)}") from None
 
@@ -257,6 +265,8 @@ def _copy_range(handle: Any, name: str, target: Tensor, path: Path) -> int:
     shape = tuple(part.get_shape())
     if shape != tuple(target.shape):
         raise UsageError(f"{path}: `{name}` has shape {shape}, the model wants {tuple(target.shape)}")
+    if target.is_floating_point() and part.get_dtype() not in WIDE_ENOUGH:
+        raise UsageError(f"{path}: `{name}` is {part.get_dtype()}, quantised: wanted 16 bits at least")
     if not isinstance(target, Shard) or not shape:
         values = handle.get_tensor(name)
         target.copy_(values)
