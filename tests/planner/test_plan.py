@@ -228,6 +228,9 @@ def test_command_takes_functions_and_configs(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["plan", str(tmp_path), "--gpus", "2", "--batch", "1", "--seq", "16", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["parameters"] == 2 * 16384 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 64) + 32
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 32}))
+    assert cli.main(["plan", str(tmp_path)]) == 1
+    assert "type t5 is no causal language model" in capsys.readouterr().err
     for word in ("nowhere", "nowhere:build", f"{__name__}:GIB", f"{__name__}:build_nothing"):
         assert cli.main(["plan", word]) == 1
         assert f"lamina plan: {word}" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def open_planned(word: str | None, config: Config) -> Planned:
     if file.is_file():
         built = _pretrained(file, config)
         loss = token_loss if logits_are_the_heads(built) else whole_loss
-        return Planned(word, built, loss, str(file.parent))
+        return Planned(f"{word}{_other_class(built)}", built, loss, str(file.parent))
     if ":" in word:
         return Planned(word, _called(word), None, None)
     raise UsageError(
@@ -74,12 +74,23 @@ def _pretrained(file: Path, config: Config) -> nn.Module:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except (ValueError, KeyError, OSError, TypeError) as problem:
+        if "Unrecognized configuration class" in str(problem):
+            raise UsageError(
+                f"{file}: a model of type {known.model_type} is no causal language model, which is what a folder is "
+                "opened as. Plan it as module:function, or in Python: lamina.plan(model, gpus, batch=, seq=, inputs=)"
+            ) from None
         raise UsageError(f"{file}: transformers does not build a model of it: {_first_line(problem)}") from None
     model.tie_weights()
     if config.lora is not None:
         with torch.device("meta"):
             add_adapters(model, model.get_output_embeddings(), read_rank(config.lora))
     return model
+
+
+def _other_class(model: Any) -> str:
+    """For the title, where the configuration is of another model, whose decoder this is."""
+    said = (getattr(model.config, "architectures", None) or [""])[0]
+    return f" (as {type(model).__name__}, not {said})" if said not in ("", type(model).__name__) else ""
 
 
 def _called(word: str) -> nn.Module:
