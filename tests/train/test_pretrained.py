@@ -329,6 +329,15 @@ SPOILED = {
 FOUND_WHILE_READING = ("truncated", "missing file", "shape", "narrow")  # by each rank
 
 
+def test_what_has_no_place_in_the_model_is_named(tmp_path: Path) -> None:
+    folder = write_llama(tmp_path / "model")
+    assert not open_pretrained(str(folder), None, 0, "fp32").left_out
+    state = load_file(folder / "model.safetensors")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    save_file(state | {bias: torch.ones(32), "model.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
+    assert open_pretrained(str(folder), Rank(2, 4), 0, "fp32").left_out == [bias]
+
+
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(lamina.UsageError, match="is a file, wanted the folder.*gguf_file="):

@@ -22,6 +22,7 @@ from lamina.runtime.deferred import deferred
 from lamina.train.lora import Rank, add_adapters
 
 WIDE_ENOUGH = {"F64", "F32", "F16", "BF16"}  # in the words of safetensors
+COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of masters
 
 
@@ -36,6 +37,12 @@ class Pretrained:
     dtype: torch.dtype  # of its files
     files: dict[str, Path] | None  # parameter or buffer -> where its values lie; None: they have been read
     adapted: list[str] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tensors of its files that have no place in the model (tables that models of old computed and saved aside)."""
+        known = self.model.state_dict(keep_vars=True)
+        return [n for n in self.files or () if n not in known and not n.endswith(COMPUTED)]
 
     def large_head(self, vocabulary: int) -> nn.Module | None:
         """The output layer, if it has that many words at least."""

@@ -164,6 +164,9 @@ def _show_start(job: Job, machine: Machine, view: View) -> None:
     view.table("memory of each rank, before activations", memory_table(job.sizes, factors, layout))
     if job.opened is not None and job.opened.files is None:
         view.say("its files are written otherwise than it lies in memory: every rank has read all of them")
+    if job.opened is not None and (names := job.opened.left_out):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        view.say(f"in its files, but not in the model, and so in no result: {', '.join(names[:3])}{more}")
     view.say(f"folder: {config.output}")
 
 
