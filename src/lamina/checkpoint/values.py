@@ -8,6 +8,7 @@ of the data file; and only what is left is pickled, and listed by name.
 from __future__ import annotations
 
 import base64
+import functools
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -156,6 +157,7 @@ def check_plain(tensor: Tensor, where: str) -> None:
         raise UsageError(f"{where} is a tensor {kind}, which checkpoints do not hold: make it dense, or leave it out")
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
