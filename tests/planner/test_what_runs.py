@@ -126,6 +126,9 @@ def test_inputs_of_another_kind_are_asked_for() -> None:
     with pytest.raises(UsageError, match=r"does not run on the inputs of this plan \(input int64 \[1, 8\]\).*inputs="):
         measure(nn.Conv2d(3, 4, 3), 1, 8)
     assert measure(nn.Conv2d(3, 4, 3), 2, 1, inputs=[torch.zeros(2, 3, 8, 8)]).numel == 3 * 4 * 9 + 4
+    narrow = measure(nn.Conv2d(3, 4, 3), 2, 1, inputs=[torch.zeros(2, 3, 8, 8)], precision="bf16")
+    (product,) = narrow.workload.units[0].forward_products  # pixels are cast where they go in, as in a run
+    assert product.dtype_bytes == 2
     with pytest.raises(UsageError, match="weight of this Sequential is lazy .* run the model once"):
         measure(nn.Sequential(nn.LazyLinear(4)), 1, 8)
 

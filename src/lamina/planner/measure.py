@@ -8,6 +8,7 @@ A full gradient lives until its unit's reduction has taken it, on GPUs until the
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,11 +26,20 @@ from lamina.planner.meta_run import KernelsOf, LiveBytes, id_of, on_meta, tensor
 from lamina.planner.products import MATRIX, ProductCount, product_of
 from lamina.planner.state import UnitShape
 from lamina.planner.workload import UnitWork, Workload
-from lamina.runtime.precision import Precision, is_kept, resolve_precision, spec_of, wide_dtype, wrap_kept_module
+from lamina.runtime.precision import (
+    Precision,
+    cast_tree,
+    is_kept,
+    resolve_precision,
+    spec_of,
+    wide_dtype,
+    wrap_kept_module,
+)
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.units import UnitPlan, plan_units
 
 _aten: Any = torch.ops.aten
+GROUPED = "grouped_mm"  # of transformers: all experts in one product, and no look at who takes which
 NO_VALUES = ("meta tensor", "nonzero", "data-independent", "data-dependent")  # what torch says where one is read
 Loss = Callable[[nn.Module, Mapping[str, Tensor] | Sequence[Tensor]], Tensor]
 
@@ -124,9 +134,19 @@ def _encloses(plan: UnitPlan, plans: Sequence[UnitPlan]) -> bool:
     return any(name == "" or any(inner.startswith(name + ".") for inner in others) for name in (plan.modules or ("",)))
 
 
+def _cast(dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    assert dtype is not None
+    return cast_tree(args, dtype), cast_tree(kwargs, dtype)
+
+
 def _wrap(model: nn.Module, plans: Sequence[UnitPlan], precision: Precision, recompute: str | int) -> None:
-    """Wide modules and recomputation, as `shard` wraps them."""
+    """Wide modules, recomputation, and casts of what goes in and comes out, as `shard` wraps them."""
     modules = dict(model.named_modules())
+    compute, output = precision.compute, precision.output
+    for name in {"", *(n for plan in plans for n in plan.modules)} if compute is not None else ():
+        modules[name].register_forward_pre_hook(functools.partial(_cast, compute), with_kwargs=True)
+    if output is not None:
+        model.register_forward_hook(lambda _, args, result: cast_tree(result, output))
     if precision.compute is not None:
         for prefix, module in modules.items():
             names = [f"{prefix}.{n}" if prefix else n for n, p in module._parameters.items() if p is not None]
@@ -161,6 +181,7 @@ def _cannot_run(model: nn.Module, where: str, problem: Exception, given: Any) ->
         return (
             f"{name} cannot run without values: {said}. What reads values (.item(), nonzero, a branch on a tensor) has "
             "none here. Plan the parts that run: lamina.plan(model.blocks[0], batch=..., seq=..., inputs=...)"
+            + (f"; experts run as experts_implementation={GROUPED!r}" if "expert" in where else "")
         )
     named = given.items() if isinstance(given, Mapping) else enumerate(given)
     shapes = ", ".join(f"{k} {str(v.dtype)[6:]} {list(v.shape)}" for k, v in named if isinstance(v, Tensor))
