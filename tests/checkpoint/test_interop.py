@@ -221,4 +221,5 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", runs, str(tmp_path / "x")]) == 1
     assert "holds checkpoints" in capsys.readouterr().err
     assert main(["convert", one]) == 2
+    assert main(["verify"]) == 1 and "give the path" in capsys.readouterr().err
     assert main(["--help"]) == 0

@@ -13,7 +13,7 @@ from lamina.checkpoint.manifest import Manifest, WholeEntry
 from lamina.checkpoint.opening import format_of, open_source
 from lamina.checkpoint.source import LaminaSource, Source
 from lamina.checkpoint.values import decode
-from lamina.errors import CheckpointError, LaminaError
+from lamina.errors import CheckpointError, LaminaError, UsageError
 
 Format = Literal["lamina", "torch", "dcp", "hf"]
 _OTHERS = {
@@ -79,6 +79,8 @@ def verify(paths: tuple[Path, ...], /) -> int:
     """
     import rich.console
 
+    if not paths:  # nothing found by a pattern is no success
+        raise UsageError("lamina checkpoint verify: give the path of a checkpoint, or of a folder of checkpoints")
     console, wrong = rich.console.Console(), 0
     for path in paths:
         for each in _inside(path) or [path]:
@@ -179,7 +181,8 @@ def _summary(path: Path, manifest: Manifest) -> str:
     if manifest.optimizer is not None:
         optimizer = manifest.optimizer
         keys = sorted({key for s in optimizer.states.values() for key in (*s.split, *s.whole, *s.values)})
-        lines.append(f"{optimizer.kind}: {len(optimizer.groups)} groups, states {', '.join(keys) or 'none'}")
+        kind = optimizer.kind or "optimizer of no name"
+        lines.append(f"{kind}: {len(optimizer.groups)} groups, states {', '.join(keys) or 'none'}")
         lines += [
             f"  group {i}: {len(g.parameters)} parameters, {decode(g.options)}" for i, g in enumerate(optimizer.groups)
         ]
