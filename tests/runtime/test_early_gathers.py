@@ -79,3 +79,28 @@ def gathers(change: str) -> None:
 @pytest.mark.parametrize("change", ["none", "edited", "other optimizer"])
 def test_a_gather_waits_for_the_last_write(change: str) -> None:
     run_ranks(2, gathers, change)
+
+
+def step_through_aliases(strategy: str) -> tuple[float, float]:
+    """An optimizer over other objects of the same memory: what it writes is gathered, too."""
+    model = lamina.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), strategy, units=[nn.Linear])
+    aliases = [p.detach() for p in model.parameters()]
+    for alias in aliases:
+        alias.grad = torch.ones_like(alias)
+    optimizer = lamina.optim.AdamW(aliases, lr=0.5, weight_decay=0.0)
+    ends = []
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        for _ in range(2):
+            optimizer.step()
+            whole = torch.cat([p.full().view(-1) if isinstance(p, lamina.Shard) else p.view(-1) for p in aliases])
+            plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            nn.utils.vector_to_parameters(whole, plain.parameters())
+            ends = [float(m(torch.ones(1, 4)).sum()) for m in (model, plain)]
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+def test_what_is_written_through_an_alias_is_gathered(strategy: str) -> None:
+    for found, wanted in run_ranks(2, step_through_aliases, strategy):
+        assert abs(found - wanted) <= 1e-5, (found, wanted)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lamina.core.shard_ops import slice_of
+from lamina.core.shard_spec import DirtyFlag
 from lamina.core.shard_tensor import AS_PLAIN, Shard, rebuild_shard
 from lamina.errors import ShardOpError, StateError
 
@@ -135,12 +136,17 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if getattr(optimizer, "marks_what_it_writes", False):
         return
     for group in optimizer.param_groups:
-        flags = set(map(_dirty, (param for param in group["params"] if type(param) is Shard)))
-        if COPIED:
-            flags.update(COPIED.get(param) for param in group["params"])
-        for flag in flags:
-            if flag is not None:
-                flag.mark()
+        for flag in written_flags(group["params"]):
+            flag.mark()
+
+
+def written_flags(params: Iterable[Tensor]) -> list[DirtyFlag]:
+    """What is to be marked when these parameters are written to."""
+    params = list(params)
+    flags = set(map(_dirty, (param for param in params if type(param) is Shard)))
+    if COPIED:
+        flags.update(COPIED.get(param) for param in params)
+    return [flag for flag in flags if flag is not None]
 
 
 for _hook in (_before_step, _after_step):  # what torch.compiler.disable sets, without importing the compiler for it

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from lamina.core.lanes import Lanes, Mark
+from lamina.core.shard_optim import written_flags
+from lamina.core.shard_spec import DirtyFlag
 from lamina.errors import UsageError
 from lamina.optim.clip import Norm
 from lamina.optim.moments import FLAT, Home, make_steps, stepping
@@ -82,6 +84,7 @@ class AdamW(torch.optim.AdamW):
     _counts: Sequence[list[Tensor]] = ()  # pieces of the homes' step counts that a step adds to, by device
     _leading: Sequence[Unit] = ()  # units that a step writes, those first that the next one gathers first
     _others: Sequence[Unit] = ()
+    _flags: Sequence[DirtyFlag] = ()  # of parameters that are a unit's by another object, such as `p.detach()`
     _kinds: list[list[int]] | None = None
     _seen: Seen | None = None
     _rates: Sequence[Tensor] = ()  # learning rates by group, 0-dim on the device: what a captured step reads
@@ -147,6 +150,8 @@ class AdamW(torch.optim.AdamW):
                 if call.leads is leads and not self._update(call, scaling):
                     cast.update(call.units)
             _note_written(units, cast)
+        for flag in self._flags:
+            flag.mark()
         if found_inf is not None:  # a step that the kernels left out does not count
             for counts in self._counts:
                 torch._foreach_sub_(counts, [found_inf.to(counts[0].device, non_blocking=True)] * len(counts))
@@ -161,7 +166,7 @@ class AdamW(torch.optim.AdamW):
             elif unit.dirty.value and not unit.dirty.published:
                 publishes = False  # more has changed than this writes
         group = self.param_groups[call.group]
-        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        is_captured = _is_capturing()
         reads_rate = bool(self._rates) and (is_captured or self._rehearses)
         rate = self._rates[call.group] if reads_rate else group["lr"]
         may_be_own = not is_captured or (call.table is not None and call.table.has_place)
@@ -180,7 +185,8 @@ class AdamW(torch.optim.AdamW):
             self._norm = Norm(params)
             self._choose_published()
         for lanes in {unit.lanes for unit in (*self._leading, *self._others) if unit.lanes is not None}:
-            lanes.compute.wait(lanes.gather.mark())  # who takes part in the norm has read what was published before
+            if lanes.is_recording or not _is_capturing():
+                lanes.compute.wait(lanes.gather.mark())  # who takes part in the norm has read what was published before
         norm = self._norm.total()
         if any(call.loose for call in self._calls):
             self._norm = None  # gradients of no fixed place
@@ -311,8 +317,13 @@ class AdamW(torch.optim.AdamW):
         self._counts = stepping(self._homes, kinds)
         self._leading = [unit for unit in units.values() if unit.leads]
         self._others = [unit for unit in units.values() if not unit.leads]
+        self._flags = written_flags(param for home in self._homes if home.unit is None for param in home.params)
         self._kinds = kinds
         self._remember()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _note_written(units: Sequence[Unit], cast: Set[Unit]) -> None:
@@ -322,7 +333,8 @@ def _note_written(units: Sequence[Unit], cast: Set[Unit]) -> None:
         lanes = unit.lanes
         if lanes is not None and lanes not in marks:
             marks[lanes] = lanes.compute.mark()
-        unit.dirty.mark(marks[lanes], published=unit not in cast)
+        is_published = unit not in cast and (unit.dirty.published or not unit.dirty.value)
+        unit.dirty.mark(marks[lanes], is_published)
         unit.gradients.has_squares = False  # a kernel may have scaled them
 
 
