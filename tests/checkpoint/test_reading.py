@@ -65,16 +65,17 @@ def read_recorded(path: str, is_new: bool) -> tuple[list[tuple[str, str, int, in
     return calls, len(whole), sum(len(file._crcs) for file in files.values())
 
 
-@pytest.mark.parametrize("is_new", [False, True])
-def test_verified_from_the_end_and_read_from_the_beginning(is_new: bool, tmp_path: Path) -> None:
-    run_ranks(2, save_there, str(tmp_path / "saved"))
-    calls, read_whole, blocks = run_ranks(1, read_recorded, str(tmp_path / "saved"), is_new)[0]
-    first = [(file, begin) for name, file, begin, _ in calls if name != "read"]
-    second = [(file, begin) for name, file, begin, _ in calls if name == "read"]
-    windows = [(file, begin // WINDOW_BYTES) for file, begin in first]
-    assert windows == sorted(windows, reverse=True) and len(set(windows)) > 5
-    assert all(a < b for a, b in pairwise(first) if a[1] // WINDOW_BYTES == b[1] // WINDOW_BYTES)
-    assert second == sorted(second)
-    assert all(begin // WINDOW_BYTES == (end - 1) // WINDOW_BYTES for _, _, begin, end in calls)
-    assert (len(second) < len(first)) is is_new  # states that nobody has yet are read once
-    assert read_whole == blocks  # each once, however many tensors lie in it
+def test_verified_from_the_end_and_read_from_the_beginning(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    run_ranks(2, save_there, path)
+    for is_new in (False, True):
+        calls, read_whole, blocks = run_ranks(1, read_recorded, path, is_new)[0]
+        first = [(file, begin) for name, file, begin, _ in calls if name != "read"]
+        second = [(file, begin) for name, file, begin, _ in calls if name == "read"]
+        windows = [(file, begin // WINDOW_BYTES) for file, begin in first]
+        assert windows == sorted(windows, reverse=True) and len(set(windows)) > 5
+        assert all(a < b for a, b in pairwise(first) if a[1] // WINDOW_BYTES == b[1] // WINDOW_BYTES)
+        assert second == sorted(second)
+        assert all(begin // WINDOW_BYTES == (end - 1) // WINDOW_BYTES for _, _, begin, end in calls)
+        assert (len(second) < len(first)) is is_new  # states that nobody has yet are read once
+        assert read_whole == blocks  # each once, however many tensors lie in it
