@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import lamina
 from lamina.errors import InitialisationError, StateError
 from lamina.runtime.deferred import deferred
 from lamina.runtime.materialise import InitRecord, materialise
@@ -295,3 +297,15 @@ def test_peak_memory_is_a_few_parameters_not_the_model() -> None:
         [sys.executable, "-c", MEMORY_PROGRAM], capture_output=True, text=True, check=True, env=environment
     )
     assert float(result.stdout) < 4 * LARGEST_MIB  # the model: 81 MiB
+
+
+@pytest.mark.parametrize("seed", [10**20, 2**63, -(2**63) - 1, 1.5, True, "3", None])
+def test_a_seed_that_is_none_is_refused_and_leaves_nothing_open(seed: Any) -> None:
+    with pytest.raises(lamina.UsageError, match=r"deferred\(seed="), lamina.deferred(seed=seed):
+        pass
+    with lamina.deferred(seed=-1):
+        model = nn.Linear(2, 2)
+    if seed is not None:
+        with pytest.raises(lamina.UsageError, match=r"shard\(seed="):
+            lamina.shard(model, seed=seed)
+    lamina.shard(model, seed=2**63 - 1)

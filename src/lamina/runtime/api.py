@@ -35,6 +35,7 @@ from lamina.runtime.newcomers import parameters_beside
 from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
 from lamina.runtime.publishing import are_peers_worth_it, open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
+from lamina.runtime.recorder import check_seed
 from lamina.runtime.refused_modules import refuse_renorming, refuse_scripted
 from lamina.runtime.unit import Unit
 from lamina.runtime.units import plan_units
@@ -95,7 +96,7 @@ def shard(
     global _count
     _count += 1
     control = Control(ranks.control, ranks.rank, len(ranks.ranks), str(_count))
-    chosen = together(control, lambda: _check_arguments(model, recompute, transport, start, precision))
+    chosen = together(control, lambda: _check_arguments(model, recompute, transport, start, precision, seed))
     title = strategy if isinstance(strategy, str) else str(strategy)
     check_same_text(
         control, "arguments", [f"strategy={title}, recompute={recompute}, transport={transport}, start={start}"]
@@ -143,7 +144,12 @@ def shard(
 
 
 def _check_arguments(
-    model: nn.Module, recompute: str | int, transport: str, start: str, precision: str | Precision | None
+    model: nn.Module,
+    recompute: str | int,
+    transport: str,
+    start: str,
+    precision: str | Precision | None,
+    seed: int | None,
 ) -> Precision:
     if not isinstance(model, nn.Module):
         raise UsageError(f"lamina.shard() takes an nn.Module, not a {type(model).__name__}")
@@ -156,6 +162,8 @@ def _check_arguments(
         raise UsageError(f"transport={transport!r}: use 'auto', 'c10d' or 'peer'")
     if start not in STARTS:
         raise UsageError(f"start={start!r}: use 'check', 'broadcast' or 'trust'")
+    if seed is not None:
+        check_seed(seed, "lamina.shard")
     return resolve_precision(precision)
 
 

@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from lamina.errors import StateError
-from lamina.runtime.recorder import Recorder, aside
+from lamina.runtime.recorder import Recorder, aside, check_seed
 
 
 class _Front(TorchFunctionMode):
@@ -137,11 +137,12 @@ def deferred(seed: int = 0) -> Iterator[None]:
     global _owner
     if _owner == threading.get_ident():
         raise StateError("`lamina.deferred()` is already open here; build the whole model in one block")
+    check_seed(seed, "lamina.deferred")
     with _BUILDING:
         _owner = threading.get_ident()
         recorder = Recorder(seed)
-        recorder.seed_generator(torch.device("cpu"))
         try:
+            recorder.seed_generator(torch.device("cpu"))
             with _parameters_deferred(recorder), _Front(recorder), recorder:
                 yield
         finally:

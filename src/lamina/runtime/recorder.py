@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from lamina.errors import InitialisationError
+from lamina.errors import InitialisationError, UsageError
 from lamina.runtime import skipping
 from lamina.runtime.init_program import (
     Blank,
@@ -143,6 +143,12 @@ def _covers_storage(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+
+
+def check_seed(seed: Any, caller: str) -> None:
+    """What every generator of torch takes and an exchange between ranks can carry."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise UsageError(f"{caller}(seed={seed!r}): a whole number of 64 bits, such as 0")
 
 
 class Recorder(TorchDispatchMode):
