@@ -27,11 +27,11 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 GPU_STEP = Path(__file__).parents[1] / "gpu_step"
 WHICH = ("forward", "input", "weight")
-WARM_S = 0.7  # busy before a sustained time is taken
+WARM_S = 0.6  # busy before a sustained time is taken
 DIM, HEADS, KV_HEADS, HIDDEN, VOCABULARY, LENGTH = 2048, 16, 8, 5632, 32768, 2048  # of gpu_step's 1b
 STEPS = (  # way, size, tokens
     ("bound", "1b", 8192),
@@ -42,6 +42,8 @@ STEPS = (  # way, size, tokens
     ("bound", "3b", 8192),
     ("lamina", "3b", 4096),
     ("bound-captured", "3b", 2048),
+    ("four eager blocks", "1b", 8192),
+    ("chunked loss", "1b", 8192),
 )
 KINDS = {
     "product": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
@@ -192,6 +194,69 @@ def others(tokens: int) -> dict[str, tuple[Callable[[], object], float]]:
     }
 
 
+class Eager(nn.Module):
+    """A block as Hugging Face's Llama of 1.24 B has it: norms in fp32 by hand, rotations, heads of 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(nn.Parameter(torch.ones(DIM)) for _ in range(2))
+        shapes = {"q": (DIM, DIM), "k": (512, DIM), "v": (512, DIM), "o": (DIM, DIM)}
+        shapes |= {"gate": (8192, DIM), "up": (8192, DIM), "down": (DIM, 8192)}
+        self.maps = nn.ModuleDict({name: nn.Linear(k, n, bias=False) for name, (n, k) in shapes.items()})
+
+    def norm(self, x: Tensor, which: int) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.norms[which] * wide.to(x.dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        y = self.norm(x, 0)
+        q, k, v = (self.maps[name](y).view(batch, length, -1, 64).transpose(1, 2) for name in "qkv")
+
+        def turned(t: Tensor) -> Tensor:
+            return t * cos + torch.cat((-t[..., 32:], t[..., :32]), -1) * sin
+
+        attended = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True, enable_gqa=True)
+        x = x + self.maps["o"](attended.transpose(1, 2).reshape(batch, length, DIM))
+        y = self.norm(x, 1)
+        return x + self.maps["down"](F.silu(self.maps["gate"](y)) * self.maps["up"](y))
+
+
+def four_eager_blocks(*_: object) -> Callable[..., object]:
+    with torch.device("cuda"):
+        blocks = nn.ModuleList(Eager() for _ in range(4)).to(torch.bfloat16)
+        data = torch.randn(4, LENGTH, DIM, dtype=torch.bfloat16).requires_grad_()
+        angles = torch.randn(1, 1, LENGTH, 64, dtype=torch.bfloat16)
+
+    def step(*_: object) -> None:
+        x = data
+        for block in blocks:
+            x = block(x, angles, angles)
+        x.backward(data.detach())
+        blocks.zero_grad()
+
+    return step
+
+
+def chunked_loss(*_: object) -> Callable[..., object]:
+    from lamina.train.chunked_loss import ChunkedHead
+
+    with torch.device("cuda"):
+        head = nn.Linear(DIM, 128256, bias=False).to(torch.bfloat16)
+        hidden = torch.randn(4, LENGTH, DIM, dtype=torch.bfloat16).requires_grad_()
+        labels = torch.randint(0, 128256, (4 * LENGTH,))
+    chunked = ChunkedHead(head, 128256)
+    chunked.labels, chunked.factor = labels, 1 / labels.numel()
+
+    def step(*_: object) -> None:
+        (chunked(hidden).sum() * chunked.factor).backward()
+        head.zero_grad()
+        hidden.grad = None
+
+    return step
+
+
 def in_a_graph(numel: int, count: int = 1000) -> float:
     """us of one elementwise kernel that waits for the one before it, inside a CUDA graph."""
     x = torch.ones(numel, device="cuda", dtype=torch.bfloat16)
@@ -216,7 +281,7 @@ def load(name: str) -> ModuleType:
 def whole(way: str, size: str, tokens: int, clock: Clock) -> dict:
     """A step's time early and late, and its kernels by kind."""
     run = load("run")
-    step = run.BUILDERS[way](size)
+    step = (run.BUILDERS | {"four eager blocks": four_eager_blocks, "chunked loss": chunked_loss})[way](size)
     data = run.batch(0, tokens, run.SIZES[size][-1])
     for number in range(3):
         step(*data, number)
@@ -314,7 +379,7 @@ def main() -> None:
         )
         if options.save is not None:
             options.save.write_text(json.dumps(facts, indent=1))
-    for row in facts["steps"][:3]:
+    for row in [row for row in facts["steps"] if row["way"] in ("bound", "four eager blocks", "chunked loss")]:
         print(f"most of {row['way']} {row['size']} {row['tokens']} (launches a step, ms):")
         for name, count, ms in row["names"][:22]:
             print(f"  {count:6.0f} {ms:8.3f}  {name[:110]}")
