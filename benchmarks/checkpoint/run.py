@@ -189,6 +189,14 @@ def anonymous_bytes(pid: int) -> int:
     return found
 
 
+def drop_from_cache(folder: str) -> None:
+    """What has been written to the disk is forgotten: the next reader has to ask the disk."""
+    for path in Path(folder).iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all ranks of all ways are given."""
@@ -197,6 +205,7 @@ class Setting:
     parameters: float
     device: str
     ranks: int
+    cold: bool = False  # files are not in the page cache when they are loaded
 
 
 def serve(kind: str, rank: int, setting: Setting, pipe: Any) -> None:
@@ -316,6 +325,8 @@ def one_round(setting: Setting, kind: str, ranks: Ranks, acts: Sequence[str], in
             shutil.rmtree(path, ignore_errors=True)
         if what != "save_beside":
             os.sync()
+        if setting.cold and what in ("load", "restart"):
+            drop_from_cache(path)
         found = ranks.ask(what, path)
         print(f"{kind} {what}: {found['s']:.3f} s", file=sys.stderr, flush=True)
         for key, value in found.items():
@@ -376,13 +387,14 @@ def main() -> None:
     parser.add_argument("--acts", nargs="+", choices=ACTS, default=ACTS, help="what is measured")
     parser.add_argument("--apart", action="store_true", help="a way's processes end with its round: half the memory")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="do not look at host memory")
+    parser.add_argument("--cold", action="store_true", help="drop files from the page cache before each load")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU a rank")
     parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--save", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     room = tempfile.mkdtemp(dir=options.folder)
-    setting = Setting(room, options.parameters, options.device, options.ranks)
+    setting = Setting(room, options.parameters, options.device, options.ranks, options.cold)
     try:
         memory = first_memory(setting) if options.memory else {}
         for store in Path(room).glob("store-*"):
@@ -390,7 +402,7 @@ def main() -> None:
         found = measure(setting, options.rounds, options.acts, options.apart)
     finally:
         shutil.rmtree(room)
-    found |= {"first_peak_bytes": memory, "ranks": options.ranks, "device": options.device}
+    found |= {"first_peak_bytes": memory, "ranks": options.ranks, "device": options.device, "cold": options.cold}
     found |= {"torch": torch.__version__, "machine": platform.platform(), "load_average": os.getloadavg()}
     print(show(found))
     if options.save is not None:

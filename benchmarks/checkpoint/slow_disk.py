@@ -51,13 +51,6 @@ def read_from_disk_bytes() -> int:
     return int(line.split()[1])
 
 
-def drop_from_cache(folder: str) -> None:
-    for path in Path(folder).iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def serve(kind: str, rank: int, args: argparse.Namespace, room: str, queue: Any) -> None:
     """A rank: save once, then load with each amount of memory for the page cache."""
     warnings.simplefilter("ignore")
@@ -75,7 +68,7 @@ def serve(kind: str, rank: int, args: argparse.Namespace, room: str, queue: Any)
             dist.barrier()
             if rank == 0:
                 stat = dict(line.split() for line in (memory / "memory.stat").read_text().splitlines())
-                drop_from_cache(folder)
+                benchmark.drop_from_cache(folder)
                 (memory / "memory.limit_in_bytes").write_text(str(int(stat["rss"]) + cache_mb * 10**6))
             dist.barrier()
             before, start = read_from_disk_bytes(), time.perf_counter()

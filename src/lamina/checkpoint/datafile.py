@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.checkpoint.checksums import BlockSums, crc32, for_each
+from lamina.checkpoint.checksums import BlockSums, crc32, crc32_of_spare, for_each
 from lamina.errors import CheckpointError, UsageError
 
 BLOCK_BYTES = 1 << 20  # has a checksum of its own
@@ -318,7 +318,7 @@ class DataFile:
         """Block by block: one fits into a core's cache, so that it is fetched from memory once."""
         blocks = [block for block in self._blocks(start_byte, stop_byte) if not self._verified[block]]
         rooms = self._rooms(staging)
-        for_each(blocks, lambda block, thread: self._read_block(block, rooms[thread]), len(rooms))
+        for_each(blocks, lambda block, thread: self._read_block(block, rooms[thread], is_spare=True), len(rooms))
 
     def _blocks(self, start_byte: int, stop_byte: int) -> range:
         return range(start_byte // self._block_bytes, min(-(-stop_byte // self._block_bytes), len(self._crcs)))
@@ -328,18 +328,22 @@ class DataFile:
         length = self._block_bytes
         return [staging[i * length : (i + 1) * length] for i in range(min(self._threads, staging.numel() // length))]
 
-    def _read_block(self, block: int, into: Tensor) -> None:
-        """The whole block, compared with its checksum."""
+    def _read_block(self, block: int, into: Tensor, is_spare: bool = False) -> None:
+        """The whole block, compared with its checksum; `is_spare`: what `into` holds afterwards is nobody's concern."""
         at = block * self._block_bytes
         data = view_of(into)[: self._data_bytes - at]
         self.read_bytes(at, data)
-        if crc32(data) != self._crcs[block]:
+        if (crc32_of_spare if is_spare else crc32)(data) != self._crcs[block]:
             at += self._data_at
             raise CheckpointError(
                 f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they "
                 f"were written. {_ANOTHER}"
             )
         self._verified[block] = 1
+
+    def expect(self, start_byte: int, stop_byte: int) -> None:
+        """Ask the disk for bytes of the data that will be read soon; returns at once."""
+        os.posix_fadvise(self._descriptor, self._data_at + start_byte, stop_byte - start_byte, os.POSIX_FADV_WILLNEED)
 
     def read_bytes(self, at: int, into: memoryview) -> None:
         """Fill `into` from byte `at` of the data."""
