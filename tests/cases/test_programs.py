@@ -130,6 +130,23 @@ def hooked(model: nn.Module, data: Callable[[int], Tensor]) -> None:
     assert counts == [5]
 
 
+def hooked_and_regularised(model: nn.Module, data: Callable[[int], Tensor]) -> None:
+    """A hook that is not linear sees a gradient once, also where a penalty outside the forward has a part in it."""
+    counts = [0]
+
+    def clamp(grad: Tensor) -> Tensor:
+        counts[0] += 1
+        return grad.clamp(-0.02, 0.02)
+
+    model.first.weight.register_hook(clamp)
+    for step in range(3):
+        penalty = model.first.weight.pow(2).sum() + model.last.bias.sum()
+        (penalty + model(data(step)).pow(2).mean()).backward()
+        sgd(model).step()
+        model.zero_grad()
+    assert counts == [3]
+
+
 def stepped_in_backward(model: nn.Module, data: Callable[[int], Tensor]) -> None:
     """An optimizer for each parameter, stepped by its hook."""
     optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
@@ -206,6 +223,7 @@ RIGHT: tuple[Program, ...] = (
     gradients_assigned_ours,
     frozen_late,
     hooked,
+    hooked_and_regularised,
     stepped_in_backward,
     hooked_and_failed,
     refused_once,

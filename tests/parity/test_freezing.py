@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
-from harness import run_ranks
+from harness import RankFailure, expect_error, run_ranks
 from parity.models import UNITS, build, language_batch, language_loss
 from parity.reference import TOLERANCE, gradient_deviation, parameter_deviation
 
@@ -75,3 +75,34 @@ def train(name: str, strategy: str, slots: int) -> float:
 @pytest.mark.parametrize(("strategy", "slots"), [("zero3", 3), ("zero3", 1), ("zero1", 2), ("ddp", 3)])
 def test_toggled_parameters_equal_one_process(name: str, strategy: str, slots: int) -> None:
     assert max(run_ranks(2, train, name, strategy, slots)) <= TOLERANCE
+
+
+def frozen_on_one(strategy: str, transport: str, at: int, when: str) -> None:
+    model = lamina.shard(build(), strategy, units=UNITS, transport=transport)
+    is_mine = dist.get_rank() == 1
+    for step in range(at + 3):
+        if step == at and is_mine and when == "before":
+            model.blocks[1].requires_grad_(False)
+        loss = language_loss(model, language_batch(step, 2))
+        if step == at and is_mine and when == "behind":
+            model.blocks[1].requires_grad_(False)
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "transport", "at"), [(3, "zero3", "c10d", 2), (2, "ddp", "c10d", 0), (2, "zero1", "peer", 1)]
+)
+def test_frozen_on_one_rank_is_named_on_all(world: int, strategy: str, transport: str, at: int) -> None:
+    words = ["`blocks.1.", f"frozen on rank 1 of {world} only", "alike on every rank"]
+    arguments = (strategy, transport, at, "before")
+    expect_error(world, frozen_on_one, *arguments, error="ParameterChanged", contains=words, timeout=15)
+
+
+@pytest.mark.parametrize(("at", "when"), [(20, "before"), (1, "behind")])
+def test_frozen_on_one_rank_once_nobody_compares_is_named(at: int, when: str) -> None:
+    """Where ranks compare nothing any more: by the rank itself in this step, by the others as they wait for it."""
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, frozen_on_one, "zero3", "peer", at, when, timeout=15)
+    other, own = failure.value.errors[0], failure.value.errors[1]
+    assert own.type_name == "ParameterChanged" and "`blocks.1." in own.message and "rank 1" in own.message
+    assert other.type_name == "Disagreement" and "rank 1" in other.message

@@ -8,7 +8,7 @@ and once for reductions (two lanes on one communicator would wait for each other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lamina.core.door import Door
 from lamina.core.groups import Group, GroupMaker
+from lamina.core.shard_losses import Share
 from lamina.core.strategy import Factors, Level, Strategy, resolve
 from lamina.errors import UsageError
 
@@ -41,6 +42,7 @@ class DataMesh:
     everyone: dist.ProcessGroup | None  # all data ranks, on the device
     control: dist.ProcessGroup | None  # all data ranks, on the host
     flags: dist.ProcessGroup | None  # the same, for what is sent without being waited for
+    share: Share = field(default_factory=lambda: Share(None, 1))  # of this rank in means over the data ranks
 
     @property
     def world(self) -> int:
@@ -100,7 +102,10 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataM
     replicas = maker.make(factors.replicas, "reduce")
     shard_group = maker.make(Level(factors.optimizer, 1), "reduce")  # `place` is that in the group, not the range
     everyone, flags = maker.everyone(), maker.on_host("flags")
-    return DataMesh(factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, data.control, flags)
+    share = Share(everyone, factors.world)
+    return DataMesh(
+        factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, data.control, flags, share
+    )
 
 
 def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from lamina.core.shard_losses import checksum_of
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Handler, Shard
 from lamina.errors import ShardOpError
@@ -177,8 +178,11 @@ def mark(spec: ShardSpec) -> None:
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     spec = first.spec if type(first) is Shard else lead_of(args, kwargs).spec
-    local_args, kwargs = locals_of(func, args, kwargs, spec)
-    return as_shard(func(*local_args, **kwargs), spec.derived)
+    local_args, local_kwargs = locals_of(func, args, kwargs, spec)
+    result = as_shard(func(*local_args, **local_kwargs), spec.derived)
+    if torch.is_grad_enabled() and type(result) is Shard and any(shard.requires_grad for shard in shards_in(args)):
+        result._mixed = checksum_of(spec, (*args, *kwargs.values()))
+    return result
 
 
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,7 +258,10 @@ def _alias(source: Shard, spec: ShardSpec) -> Shard:
     if torch.is_inference_mode_enabled():  # an inference tensor would refuse the version counter of its source
         with torch.inference_mode(False):
             return Shard(source.local, spec)
-    return Shard(source.local, spec)
+    made = Shard(source.local, spec)
+    if source._mixed:
+        made._mixed = source._mixed
+    return made
 
 
 @handles("detach", "alias", "lift_fresh")

@@ -39,7 +39,9 @@ _dirty, _grad_of = attrgetter("spec.dirty"), attrgetter("grad")
 _CUT = {Shard, type(None)}  # types of gradients that need nothing
 
 COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag of the copies made of it
-AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # called when an error has ended the outermost backward
+BEFORE_BACKWARDS: list[Callable[[], None]] = []  # called when the outermost backward begins,
+AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
+AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
 _registered = False
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
 
@@ -56,8 +58,8 @@ def register() -> None:
     torch.serialization.add_safe_globals([rebuild_shard])  # torch.load(weights_only=True)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    torch.autograd.grad = _guarded(torch.autograd.grad, inputs_at=1)
-    torch.autograd.backward = _guarded(torch.autograd.backward, inputs_at=5)
+    torch.autograd.grad = _guarded(torch.autograd.grad, inputs_at=1, accumulates=False)
+    torch.autograd.backward = _guarded(torch.autograd.backward, inputs_at=5, accumulates=True)
 
 
 # -- around optimizer.step()
@@ -156,7 +158,7 @@ for _hook in (_before_step, _after_step):  # what torch.compiler.disable sets, w
 # -- autograd
 
 
-def _guarded(function: Any, inputs_at: int) -> Any:
+def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
     """`torch.autograd.grad` or `backward`, with an error where a Shard in `inputs` would silently get nothing.
 
     Inside its module's forward a parameter is the gathered tensor, so the graph of a loss does not lead to the Shard.
@@ -168,8 +170,14 @@ def _guarded(function: Any, inputs_at: int) -> Any:
         if inputs is not None:
             outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
             _refuse_unreached(function.__name__, outputs, inputs)
+        is_outermost = accumulates and torch._C._current_graph_task_id() == -1
         try:
-            return function(*args, **kwargs)
+            for begin in BEFORE_BACKWARDS if is_outermost else ():
+                begin()
+            found = function(*args, **kwargs)
+            for end in AFTER_BACKWARDS if is_outermost else ():
+                end()
+            return found
         except BaseException:
             if torch._C._current_graph_task_id() == -1:
                 for clean in AFTER_FAILED_BACKWARDS:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.core.shard_collectives import all_reduce_, all_reduce_max
+from lamina.core.shard_losses import differentiable
 from lamina.core.shard_ops import handles, lead_of, local_of, op_name, refuse
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Shard
@@ -64,6 +65,7 @@ def _total(local: Tensor, spec: ShardSpec, dtype: torch.dtype | None) -> tuple[T
 
 
 @handles("sum", "nansum")
+@differentiable
 def total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source = _over_everything(func, args, kwargs)
     local = source.local
@@ -74,6 +76,7 @@ def total(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 @handles("mean")
+@differentiable
 def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source = _over_everything(func, args, kwargs)
     dtype = kwargs.get("dtype") or source.dtype
@@ -116,6 +119,7 @@ def _extremes(pieces: Sequence[Tensor], is_max: bool, spec: ShardSpec, floor: fl
 
 
 @handles("max", "min", "amax", "amin")
+@differentiable
 def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if len(args) > 1 and op_name(func) in ("max", "min"):  # max(dim) returns indices too
         refuse(func, args, kwargs, "a reduction over some dims needs the elements of other ranks")
@@ -131,6 +135,7 @@ def _need_elements(source: Shard, func: Any) -> None:
 
 
 @handles("aminmax")
+@differentiable
 def aminmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     source = _over_everything(func, args, kwargs)
     _need_elements(source, func)
@@ -205,6 +210,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 @handles("linalg_vector_norm", "norm")
+@differentiable
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source = _over_everything(func, args, kwargs)
     order = _argument(func, args, kwargs, "ord", None)
@@ -229,6 +235,7 @@ def _buckets(entries: Sequence[Tensor]) -> list[list[int]]:
 
 
 @handles("_foreach_norm.Scalar", "_foreach_powsum.Scalar")
+@differentiable
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The norms of 16-bit Shards come back in fp32: rounding each would spoil the total that clipping takes of them."""
     entries = args[0]

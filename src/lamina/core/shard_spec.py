@@ -7,8 +7,8 @@ flat element range per rank of one group.
 Note [spec identity]
 1. `geometry` is one tuple object, shared by a spec and everything made from it: comparing two related specs is an
    identity test, also inside a list comparison.
-2. `dirty` travels with aliases of the parameter only. Results, clones, gradients and optimizer states carry
-   `spec.derived`, so that writing to them never marks the parameter as changed.
+2. `dirty` and `receive` travel with aliases of the parameter only. Results, clones, gradients and optimizer states
+   carry `spec.derived`, so that writing to them never marks the parameter as changed.
 3. The groups stay out of `geometry`: a spec that was loaded from a file has none and still matches.
 """
 
@@ -23,9 +23,12 @@ import torch
 from lamina.errors import StateError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
     from lamina.core.lanes import Mark
+    from lamina.core.shard_losses import Share
 
 Geometry = tuple[torch.Size, tuple[tuple[int, int], ...], int]
 
@@ -87,6 +90,8 @@ class ShardSpec:
     outer: tuple[ProcessGroup, ...] = ()  # groups over which further disjoint pieces lie
     global_spec: GlobalSpec | None = None
     dirty: DirtyFlag | None = None
+    share: Share | None = None  # in means over the data ranks
+    receive: Callable[[torch.Tensor], None] | None = None  # takes gradients that autograd brings the parameter itself
     geometry: Geometry | None = field(default=None, repr=False, kw_only=True)  # None: made from the fields above
     start: int = field(init=False, repr=False)
     stop: int = field(init=False, repr=False)
@@ -117,7 +122,7 @@ class ShardSpec:
             return self
         made: ShardSpec | None = self.__dict__.get("_derived")
         if made is None:
-            made = replace(self, dirty=None, geometry=self.geometry)
+            made = replace(self, dirty=None, receive=None, geometry=self.geometry)
             object.__setattr__(self, "_derived", made)
         return made
 

@@ -15,11 +15,13 @@ dispatcher are overridden below; each would otherwise crash or return garbage.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
 
 from lamina.core import shard_checkpoint
 from lamina.core.shard_collectives import gather_flat
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
-OWN_ATTRIBUTES = frozenset({"_local", "spec", "geometry", "_is_param", "_reach"})  # the others are the user's
+OWN_ATTRIBUTES = frozenset({"_local", "spec", "geometry", "_is_param", "_reach", "_mixed"})  # the others are the user's
 
 # Outside this scope torch looks for `__torch_function__` whenever an attribute of a Shard is read: six times the cost.
 AS_PLAIN = torch._C.DisableTorchFunctionSubclass
@@ -57,6 +59,7 @@ class Shard(Tensor):
     # No __slots__: exchanging a Parameter and a Shard in place needs equal slot sets.
     _local: Tensor  # 1D, spec.local_numel elements, contiguous, needs no gradient
     _reach: Reach | None = None  # opened by whoever asks for `.local`, as every operation does
+    _mixed: int = 0  # checksum of what went into it beside Shards, where it is part of a loss
     spec: ShardSpec
     geometry: tuple[Any, ...]  # spec.geometry, kept here because lists of Shards are compared by it every step
 
@@ -76,6 +79,8 @@ class Shard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_grad_enabled():
+            _listen(args)
         handler = HANDLERS.get(func)
         if handler is None:
             handler = HANDLERS[func] = _resolve(func)
@@ -207,6 +212,38 @@ class Shard(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return shard_checkpoint.tensor_of(index, self.local, self.spec)
+
+
+class _Listening:
+    is_asking = False  # for a node, by an operation that comes by here too
+
+
+def _listen(args: Iterable[Any]) -> None:
+    """Parameters become part of a loss: have their owner told of the gradient that the loss sends them.
+
+    The node that accumulates it lives as long as somebody's graph; holding it would forbid torch to swap tensors.
+    """
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            _listen(arg)
+        elif type(arg) is Shard and arg.spec.receive is not None and arg.requires_grad and arg.is_leaf:
+            if _Listening.is_asking:
+                return
+            _Listening.is_asking = True
+            try:
+                with enable_reentrant_dispatch():
+                    node: Any = torch.autograd.graph.get_gradient_edge(arg).node
+            finally:
+                _Listening.is_asking = False
+            if _Listening not in node.metadata:
+                node.metadata[_Listening] = True
+                node.register_prehook(functools.partial(_hand_over, arg.spec.receive))
+
+
+def _hand_over(receive: Callable[[Tensor], None], grads: tuple[Tensor | None, ...]) -> tuple[None]:
+    if grads[0] is not None:
+        receive(grads[0])
+    return (None,)
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {

@@ -33,6 +33,7 @@ from lamina.runtime.api import STARTS, move_buffers, widen
 from lamina.runtime.assemble import Runtime, build_engine, build_units, encloses_another, place_slots
 from lamina.runtime.copies import let_hooks_know
 from lamina.runtime.engine import Engine
+from lamina.runtime.failed_backward import ENGINES
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
 from lamina.runtime.materialise import InitRecord, check_sources, materialise, materialise_buffers
 from lamina.runtime.precision import computes_wide
@@ -260,6 +261,7 @@ def _succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers 
     made.phases, made.last_forward, made.lockstep.rounds = old.phases, old.last_forward, old.lockstep.rounds
     made.gatherer.bytes_moved, made.reducer.bytes_moved = old.gatherer.bytes_moved, old.reducer.bytes_moved
     made.gradients.follow(old.gradients)
+    ENGINES.discard(old)
     return made
 
 

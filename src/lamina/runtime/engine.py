@@ -67,7 +67,7 @@ class Engine:
         self.gives_back_gradients = any(unit.mesh.device.type == "cuda" for unit in units)
         self.residency = Residency(units, gatherer, reducer, lanes)
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
-        self.lockstep = Lockstep(control, [unit.name for unit in units])
+        self.lockstep = Lockstep(control, units)
         self.programs = Programs(one_sided)
         self.newcomers: Newcomers | None = None  # parameters beside the units'
         self.phase: Phase | None = None
@@ -106,7 +106,7 @@ class Engine:
                 self.residency.empty(unit)
         self.resident = self.residency.here()
 
-    def _begin_backward(self, task: int) -> None:
+    def begin_backward(self, task: int) -> None:
         circumstances = ["defer"] if self.gradients.defer else []
         circumstances += [f"keep {unit.index}" for unit in self.units if unit.kept]  # they are not reduced
         key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, " ".join(circumstances), self.resident)
@@ -125,7 +125,7 @@ class Engine:
 
     def end_forward(self) -> None:
         """The root's forward has returned or raised: issue what this rank has skipped, and agree on the end."""
-        self._close(self._current())
+        self._close(self.current())
 
     def _close(self, phase: Phase) -> None:
         self._issue(phase, len(phase.steps))
@@ -160,7 +160,7 @@ class Engine:
             steps = move_gathers_ahead(phase.log, self.residency.conflicts, self.ahead)
             self.programs.record(phase.key, Recorded(steps, resident, leaves_out(phase, self.units)))
 
-    def _current(self) -> Phase:
+    def current(self) -> Phase:
         assert self.phase is not None
         return self.phase
 
@@ -179,7 +179,7 @@ class Engine:
 
     def enter(self, unit: Unit, op: Op, slot: Slot | None = None) -> Slot | None:
         """A use begins: its weights are there and its modules see them when this returns; the slot they lie in."""
-        phase = self._current()
+        phase = self.current()
         if phase.recorded is None:
             self._agree(phase, op, unit)
         else:
@@ -319,8 +319,8 @@ class Engine:
                 "would be a mixture: step, load and edit after the backward, or run the forward again"
             )
         if self.phase is None:
-            self._begin_backward(task)
-        phase = self._current()
+            self.begin_backward(task)
+        phase = self.current()
         if task not in phase.tasks:
             phase.tasks[task] = []
             phase.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -341,7 +341,7 @@ class Engine:
             self._finish_use(use)
 
     def _finish_use(self, use: Use) -> None:
-        phase, unit = self._current(), use.unit
+        phase, unit = self.current(), use.unit
         assert use.active_in is not None
         phase.tasks[use.active_in].remove(use)
         use.active_in = None
@@ -369,9 +369,9 @@ class Engine:
             self._finish_use(use)
         del phase.tasks[task]
         if phase.owner == task:
-            self._end_backward(phase)
+            self.end_backward(phase)
 
-    def _end_backward(self, phase: Phase) -> None:
+    def end_backward(self, phase: Phase) -> None:
         for unit in self.units:
             if unit.trainable and not unit.kept and unit.index not in phase.ready and self.gradients.any_of(unit):
                 self._finish_late(phase, unit)
@@ -413,7 +413,7 @@ class Engine:
             self._drop_stale()
             self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units)
             self.gatherer.publish(self.units)
-        phase = self._current()
+        phase = self.current()
         for unit in units:
             slot = self.enter(unit, Op.FORWARD)
             if unit.plain and not unit.kept:
@@ -441,7 +441,7 @@ class Engine:
         if not released:
             return
         self._open(Key(Kind.KEEP, True, "end", self.resident), units)
-        phase = self._current()
+        phase = self.current()
         rows = self.control.exchange([int(self.gradients.any_of(unit)) for unit in released], "keep")
         for number, unit in enumerate(released):
             if any(row[number] for row in rows):

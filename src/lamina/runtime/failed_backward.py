@@ -31,6 +31,8 @@ def shut_windows() -> None:
                     unit.swap_out()
                     unit.windows = 0
             engine.gradients.restore()
+        elif engine.phase is None:
+            engine.gradients.restore()
 
 
 AFTER_FAILED_BACKWARDS.append(shut_windows)

@@ -22,7 +22,8 @@ from torch import Tensor
 from lamina.core.control import Control, Flags, finish
 from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.slots import Slot, SlotState
-from lamina.errors import StateError
+from lamina.errors import ParameterChanged, StateError
+from lamina.runtime.lockstep import FREEZE_ALIKE
 from lamina.runtime.phase import Phase
 from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
@@ -46,11 +47,14 @@ class Gradients:
         self.contributes = True  # False: this rank has run out of data and reduces zeros
         self.active_ranks = control.world  # over which gradients are averaged
         self._versions: dict[int, int] = {}  # of gradients, by id, when the last micro-batch had ended
+        self.are_aside = False  # what was there before the backward that is under way
         self._tokens: Tensor | None = None  # counted in this step's micro-batches, to be divided by at its end
 
     def set_share(self, contributes: bool, active_ranks: int) -> None:
         """Whether this rank has data, and how many ranks have."""
         self.contributes, self.active_ranks = contributes, active_ranks
+        for unit in self.units:
+            unit.mesh.share.contributes, unit.mesh.share.active = contributes, active_ranks
 
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
@@ -59,11 +63,16 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
+        if self.are_aside:
+            return
+        self.are_aside = True
         if self.reducer.partials:
             self._give_up()
         for unit in self.units:
             if unit.plain and not unit.kept:
                 self.set_aside(unit)
+            elif not unit.plain:
+                unit.gradients.hide_hooks()
 
     def set_aside(self, unit: Unit) -> None:
         """A plain unit's parameters hold nothing from here to the reduction but what is to be reduced."""
@@ -82,6 +91,10 @@ class Gradients:
                 if full.grad is not None:
                     before = gradients[i]
                     gradients[i] = full.grad if before is None else before + full.grad
+        if not unit.communicates and unit.gradients.arrived:
+            for i, value in unit.gradients.arrived.items():
+                before = gradients[i]
+                gradients[i] = value if before is None else value + before
         return gradients
 
     def any_of(self, unit: Unit) -> bool:
@@ -102,6 +115,8 @@ class Gradients:
         for slot in unit.overflow:
             for full in slot.fulls:
                 full.grad = None
+        if not unit.communicates:
+            unit.gradients.arrived.clear()
 
     def reduce(self, phase: Phase, unit: Unit, contribute: bool) -> None:
         """Take part in the reduction of a unit: with its gradients, or with zeros."""
@@ -150,6 +165,7 @@ class Gradients:
 
     def settle(self, reduced: Sequence[int]) -> None:
         """Finish reductions and give the user gradients."""
+        self.are_aside = False
         self.reducer.finish()
         self.lanes.compute.wait(self.lanes.reduce.mark())
         self.reducer.let_go()
@@ -167,6 +183,8 @@ class Gradients:
                 unit.gradients.fresh = False
                 if unit.index not in complete:
                     unit.gradients.show_existing()
+            elif unit.gradients.hidden:
+                unit.gradients.show_hooks()
         for index, partial in self.reducer.partials.items():
             self.units[index].gradients.hold_places(sums_of_others=partial.climbed > 0)
         if self._tokens is not None and not self.reducer.partials:
@@ -191,6 +209,7 @@ class Gradients:
                 )
             self.reducer.forget_sums(unit)
             unit.gradients.forget_pending()
+            unit.gradients.held.clear()
             unit.gradients.touched = [False] * len(unit.params)
             cleared_units += 1
         if units and cleared_units == len(units):
@@ -209,15 +228,35 @@ class Gradients:
         return not grads
 
     def restore(self) -> None:
-        """A backward has failed: plain units' parameters show what they had before it."""
+        """A backward has failed: parameters show what they had before it."""
         for unit in self.units:
-            if unit.plain and unit.gradients.fresh and not unit.kept:
+            unit.gradients.arrived.clear()
+        self._show_existing()
+
+    def _show_existing(self) -> None:
+        self.are_aside = False
+        for unit in self.units:
+            if not unit.plain:
+                unit.gradients.show_hooks()
+            elif unit.gradients.fresh and not unit.kept:
                 unit.gradients.fresh = False
                 for param in unit.params:
                     param.grad = None
                 unit.gradients.show_existing()
                 if unit.index in self.reducer.partials:
                     unit.gradients.hold_places(sums_of_others=self.reducer.partials[unit.index].climbed > 0)
+
+    def end(self) -> None:
+        """A backward has ended; if it was none of this model, parameters show what they had before it."""
+        if self.are_aside:
+            self._show_existing()
+
+    def take_in(self) -> None:
+        """The backward has ended: what came from outside forwards joins gradients that no reduction has bound."""
+        for unit in self.units:
+            unit.gradients.show_hooks()
+            if unit.communicates and unit.gradients.arrived:
+                unit.gradients.take_in()
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
         """By unit and parameter: has any rank a gradient? See Note [None or zero]."""
@@ -228,7 +267,20 @@ class Gradients:
         if all(here[index] == self.units[index].expected for index in complete):
             return here
         anywhere = iter(everyone())
-        return {index: [next(anywhere) for _ in flags] for index, flags in here.items()}
+        found = {index: [next(anywhere) for _ in flags] for index, flags in here.items()}
+        for index, flags in found.items():
+            self._refuse_frozen_here(self.units[index], flags, here[index])
+        return found
+
+    def _refuse_frozen_here(self, unit: Unit, anywhere: Sequence[bool], here: Sequence[bool]) -> None:
+        """Others learn of it when they wait for this rank; the first backwards compare it beforehand."""
+        for i, (is_used, is_used_here) in enumerate(zip(anywhere, here, strict=True)):
+            if is_used and not is_used_here and not unit.params[i].requires_grad:
+                name = unit.layout.params[i].name
+                raise ParameterChanged(
+                    f"`{name}` is frozen on rank {self.control.rank} of {self.control.world}, and others train it: "
+                    f"{FREEZE_ALIKE}"
+                )
 
     # ---- means over tokens -------------------------------------------------------------------------------------
 

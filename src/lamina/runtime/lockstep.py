@@ -9,16 +9,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
-from lamina.core.control import Control
+from lamina.core.control import Control, name_ranks
 from lamina.core.program import Op, Step
 from lamina.core.watch_judge import LEAVES, cure_of
-from lamina.errors import Disagreement
+from lamina.errors import Disagreement, ParameterChanged
 from lamina.runtime.phase import Key, Kind, Phase
+from lamina.runtime.unit import Unit
 
 OPS = tuple(Op)
 END = len(OPS)
 MASK_BITS = 62
-FIRST_MASK = 5  # column
+FIRST_MASK = 6  # column
+FREEZE_ALIKE = (
+    "its gradient would be a mean of some ranks' parts and zeros. Call `requires_grad_(...)` alike on every rank, "
+    "before the forward; what only some ranks use needs no freezing"
+)
 
 # The step, whether any rank needs the gather, whether it was this rank's request.
 Serve = Callable[[Step, bool, bool], None]
@@ -27,8 +32,9 @@ Serve = Callable[[Step, bool, bool], None]
 class Lockstep:
     """Requests and answers over the control group."""
 
-    def __init__(self, control: Control, unit_names: Sequence[str]) -> None:
-        self.control, self.unit_names = control, list(unit_names)
+    def __init__(self, control: Control, units: Sequence[Unit]) -> None:
+        self.control, self.units = control, list(units)
+        self.unit_names = [unit.name for unit in units]
         self.rounds = 0
 
     def agree(self, phase: Phase, step: Step, need: Callable[[], bool], serve: Serve) -> None:
@@ -65,10 +71,29 @@ class Lockstep:
             sum(1 << (i - base) for i in resident if base <= i < base + MASK_BITS)
             for base in range(0, len(self.unit_names), MASK_BITS)
         ]
-        rows = self.control.exchange([phase.number, key_hash(phase.key), op, unit, int(need), *masks], "step")
+        trained = zlib.crc32(bytes(self._trained(phase)))
+        rows = self.control.exchange([phase.number, key_hash(phase.key), op, unit, int(need), trained, *masks], "step")
         if len({tuple(row[:2]) for row in rows}) > 1:
             self._disagree(phase)
+        if len({row[FIRST_MASK - 1] for row in rows}) > 1:
+            self._refuse_frozen_on_some(phase)
         return rows
+
+    def _trained(self, phase: Phase) -> list[bool]:
+        """Which parameters require a gradient here; without gradients it does not matter."""
+        if phase.key.kind is Kind.FORWARD and not phase.key.grad:
+            return []
+        return [requires for unit in self.units for requires in unit.requires]
+
+    def _refuse_frozen_on_some(self, phase: Phase) -> None:
+        rows = self.control.exchange([int(requires) for requires in self._trained(phase)], "requires_grad")
+        names = [spec.name for unit in self.units for spec in unit.layout.params]
+        for number, name in enumerate(names):
+            frozen = [rank for rank, row in enumerate(rows) if not row[number]]
+            if frozen and len(frozen) < len(rows):
+                raise ParameterChanged(
+                    f"`{name}` is frozen on {name_ranks(frozen)} of {len(rows)} only: {FREEZE_ALIKE}"
+                )
 
     def _choose(self, phase: Phase, rows: list[list[int]]) -> Step | None:
         wanted = [Step(OPS[row[2]], row[3]) for row in rows if row[2] != END]

@@ -15,9 +15,12 @@ Note [Whose memory]
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,7 @@ from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged, StateError
+from lamina.runtime.outside import listen
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, Window, refresh_flat_weights
@@ -77,6 +81,7 @@ class Unit:
         self.leads = False  # among the first uses of a step: on GPUs its weights are brought first
         self.lanes: Lanes | None = None  # its masters are written on `compute`; None: they are read there, too
         self.kept = 0  # `keep` scopes that hold it
+        self.ears: dict[int, Any] = {}  # by position: autograd's node that gives the user's parameter its gradient
         self.alive_uses = 0  # forward visits whose graph may still be run backward
         self.gathers = self.reduces = self.overflows = 0
         self.recurrent: list[nn.RNNBase] = []  # modules that hold a list of their weights beside the dict
@@ -119,15 +124,16 @@ class Unit:
             self.masters.append(master)
         self._note_addresses()
         self._make_published()
+        listen(self)
 
     def adopt_shards(self) -> None:
         """Make masters of parameters that are sharded already: a copied model's."""
         for segment in self.layout.segments:
             self.masters.append(torch.zeros(segment.range_numel, dtype=segment.master, device=self.mesh.device))
         self.locals = [local_of(param) for param in self.params]
-        for param in self.params:
+        for position, param in enumerate(self.params):
             if isinstance(param, Shard):
-                param.spec = replace(param.spec, dirty=self.dirty, geometry=param.spec.geometry)
+                param.spec = self._owned(position, param.spec)
         self._make_published()
         self.re_home()
 
@@ -150,10 +156,13 @@ class Unit:
         group = self.mesh.shard_group
         ranges = tuple(pieces[factors.range_index(rank)] for rank in range(factors.optimizer))
         outer, larger = _further_axes(param)
-        shard_spec = ShardSpec(
-            spec.name, torch.Size(spec.shape), ranges, group.place, group.pg, outer, larger, self.dirty
-        )
-        convert_(param, local, shard_spec)
+        made = ShardSpec(spec.name, torch.Size(spec.shape), ranges, group.place, group.pg, outer, larger)
+        convert_(param, local, self._owned(position, made))
+
+    def _owned(self, position: int, spec: ShardSpec) -> ShardSpec:
+        """The spec of a parameter, not of just any tensor that is cut so."""
+        receive = functools.partial(_receive, weakref.ref(self), position)
+        return replace(spec, dirty=self.dirty, share=self.mesh.share, receive=receive, geometry=spec.geometry)
 
     # ---- a model that was changed around it ---------------------------------------------------------------------
 
@@ -252,6 +261,7 @@ class Unit:
         if requires == self.requires:
             return False
         self.requires = requires
+        listen(self)
         if self.plain:
             self.wanted = list(requires)
         thawed = [i for i, (now, place) in enumerate(zip(requires, self.expected, strict=True)) if now and not place]
@@ -324,16 +334,23 @@ class Unit:
                     if isinstance(param, Shard):
                         param.local = place
                         if param.spec.dirty is not self.dirty:  # `.to_empty()` and the like made another shard of it
-                            param.spec = replace(param.spec, dirty=self.dirty, geometry=param.spec.geometry)
+                            param.spec = self._owned(position, param.spec)
                     else:
                         param.data = place.view(spec.shape)
                     position += 1
         self._note_addresses()
         self.dirty.mark()
+        listen(self)
 
     def _note_addresses(self) -> None:
         if not self.communicates:
             self._addresses = list(map(_address_of, self.params))
+
+
+def _receive(unit: weakref.ref[Unit], position: int, grad: Tensor) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.gradients.arrive(position, grad)
 
 
 def give_memory(param: nn.Parameter, value: Tensor) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import attrgetter, is_, or_
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.core.layout import UnitLayout
+from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
@@ -47,6 +48,8 @@ class UnitGradients:
         self.had = [False] * len(params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(params)  # the range holds this parameter's accumulated gradient
         self.earlier: dict[int, Tensor] = {}  # kept apart while tensor hooks see the new ones
+        self.arrived: dict[int, Tensor] = {}  # in the current backward, past the full parameters; see outside.py
+        self.held: dict[int, Tensor] = {}  # the same, from micro-batches whose sums wait
         self.touched = [False] * len(params)  # this rank contributed in the current backward
         self.pending: dict[int, PendingGradient] = {}  # what p.grad is while sums of micro-batches wait
         self.standing: dict[int, tuple[int, int]] = {}  # sums wait beside a gradient: its id and version
@@ -55,7 +58,7 @@ class UnitGradients:
         self.wants_squares = False  # whoever asked for the norm would have liked them
         self.has_squares = False  # of what the ranges hold now, unless `reach` is open
         self.fresh = False  # plain: p.grad holds this backward's gradients only
-        self.hidden: list[tuple[dict[int, Any], dict[int, Any]]] = []  # plain: the user's hooks, and where they belong
+        self.hidden: list[tuple[dict[int, Any], dict[int, Any]]] = []  # the user's hooks, and where they belong
 
     def make(self) -> None:
         """Allocate the gradient ranges, once."""
@@ -120,6 +123,7 @@ class UnitGradients:
         self.replace_moved_views()
         self.earlier, self.has_squares = {}, False
         held = self._held_elsewhere()
+        hooked = {id(registry) for registry, _ in self.hidden}
         with AS_PLAIN():
             grads = list(map(_grad_of, self.params))
         for i, grad in enumerate(grads):
@@ -130,14 +134,60 @@ class UnitGradients:
                 if held is not None and held[i]:
                     self._leave_to_the_user(i)
                 continue
-            if self.params[i]._backward_hooks:
+            if id(self.params[i]._backward_hooks) in hooked or self.params[i]._backward_hooks:
                 self.valid[i] = False  # hooks are to see the new gradient alone
                 self.earlier[i] = local_of(grad).clone()
             view = self.views[i]
             if grad is not view:
-                local_of(view).copy_(local_of(grad) if isinstance(grad, Shard) else grad)
+                local_of(view).copy_(self._part_of(grad, i))
         if self.plain:
-            self._hide_hooks()
+            self.hide_hooks()
+
+    def _part_of(self, grad: Tensor, position: int) -> Tensor:
+        """The elements of a gradient that lie on this rank."""
+        param = self.params[position]
+        if isinstance(grad, Shard) or not isinstance(param, Shard):
+            return local_of(grad)
+        return slice_of(grad.to_dense() if grad.is_sparse else grad, param.spec, torch.ops.aten.copy_.default)
+
+    def arrive(self, position: int, grad: Tensor) -> None:
+        """A gradient has come past the full parameter; autograd may go on using its memory."""
+        part = self._part_of(grad.detach(), position)
+        before = self.arrived.get(position)
+        self.arrived[position] = part.clone() if before is None else before + part
+
+    def take_in(self) -> None:
+        """What has arrived and was not bound with reduced gradients joins `p.grad`, or waits with the sums there."""
+        arrived, self.arrived = self.arrived, {}
+        for position, value in arrived.items():
+            param = self.params[position]
+            with AS_PLAIN():
+                grad = param.grad
+            if type(grad) is PendingGradient:
+                before = self.held.get(position)
+                self.held[position] = value if before is None else before + value
+                continue
+            assert isinstance(param, Shard)
+            value = self._after_tensor_hooks(param, self._shard(value, param.spec.derived))
+            if isinstance(grad, Shard):
+                self.has_squares = False
+                local_of(grad).add_(value)
+            else:  # none, or a full one that the user has put there
+                self._begin_gradient(position, value if grad is None else value + self._part_of(grad, position))
+            for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                hook(param)
+
+    def _begin_gradient(self, position: int, local: Tensor) -> None:
+        """p.grad where there is none, without a reduction."""
+        self.make()
+        self.replace_moved_views()
+        held = self._held_elsewhere()
+        if held is not None and held[position]:
+            self._leave_to_the_user(position)
+        view, self.has_squares = self.views[position], False
+        local_of(view).copy_(local)
+        with AS_PLAIN():
+            self.params[position].grad = view
 
     def replace_moved_views(self) -> None:
         """`p.grad.data = ...`, `model.to_empty()` and the like give a view memory of its own: it is the user's then."""
@@ -188,14 +238,16 @@ class UnitGradients:
         self.wants_squares = not self.reach.is_open
         return self.squares if self.has_squares and self.wants_squares else None
 
-    def _hide_hooks(self) -> None:
-        """Of a plain unit autograd would call the user's hooks itself, with this rank's own gradient."""
-        for registry in chain(map(_hooks_of, self.params), map(_late_hooks_of, self.params)):
+    def hide_hooks(self) -> None:
+        """During a backward autograd would call the user's hooks itself, with a part of the gradient."""
+        with AS_PLAIN():
+            registries = [*map(_hooks_of, self.params), *map(_late_hooks_of, self.params)]
+        for registry in registries:
             if registry:
                 self.hidden.append((registry, dict(registry)))
                 registry.clear()
 
-    def _show_hooks(self) -> None:
+    def show_hooks(self) -> None:
         for registry, hooks in self.hidden:
             registry.update(hooks | registry)
         self.hidden = []
@@ -229,7 +281,7 @@ class UnitGradients:
         self._show(map(or_, used, self.had))
         with AS_PLAIN():
             hooked = any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params))
-        if not hooked and not self.earlier:
+        if not (hooked or self.earlier or self.arrived or self.held):
             return
         for position, is_used in enumerate(used):
             if is_used:
@@ -242,7 +294,7 @@ class UnitGradients:
         self._show(self.had)
 
     def _show(self, which: Iterable[bool]) -> None:
-        self._show_hooks()
+        self.show_hooks()
         with AS_PLAIN():
             for param, grad, is_shown in zip(self.params, self.views, which, strict=True):
                 if is_shown and param.grad is not grad:
@@ -298,15 +350,24 @@ class UnitGradients:
 
     def _call_hooks(self, position: int, param: nn.Parameter, grad: Tensor) -> None:
         """The user's hooks on a parameter see the reduced shard: tensor hooks the new part, others p.grad."""
-        for hook in list((param._backward_hooks or {}).values()):
-            changed = hook(grad)
-            if changed is not None and changed is not grad:
-                local_of(grad).copy_(local_of(changed))
+        for more in (self.held.pop(position, None), self.arrived.pop(position, None)):
+            if more is not None:
+                self.has_squares = False
+                local_of(grad).add_(more)
+        self._after_tensor_hooks(param, grad)
         earlier = self.earlier.pop(position, None)
         if earlier is not None:
             local_of(grad).add_(earlier)
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             hook(param)
+
+    def _after_tensor_hooks(self, param: nn.Parameter, grad: Tensor) -> Tensor:
+        """This rank's part of what the user's tensor hooks make of a gradient, in its memory."""
+        for hook in list((param._backward_hooks or {}).values()):
+            changed = hook(grad)
+            if changed is not None and changed is not grad:
+                local_of(grad).copy_(local_of(changed))
+        return local_of(grad)
 
 
 def _references_when_alone() -> tuple[int, int]:

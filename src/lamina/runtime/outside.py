@@ -1,0 +1,114 @@
+"""Gradients that do not come through a forward of the model: of regularisers, temperatures, heads used by the loss.
+
+A full parameter's gradient is collected where its unit's use ends. What reads the user's own parameter between
+forwards (`(model.head.weight ** 2).sum()`, `logits * model.scale.exp()`) sends its gradient there past all of that,
+whenever autograd comes to it. Runtimes that hook modules leave it as it is: each rank trains its own.
+
+Note [Outside]
+    1. A `Shard`'s gradient is complete on its rank (see shard_losses.py). It is taken off autograd's hands when it
+       arrives, and joins `p.grad` when the backward ends, as a reduction may be writing there meanwhile.
+    2. A whole parameter's gradient is this rank's own. It is part of what its unit reduces. Where the unit has a copy
+       for compute it is taken off autograd's hands, too, and added to the copy's.
+    3. A plain unit's parameters are what its forward uses, so nothing tells one gradient from another. What
+       was there is set aside before every backward, and what is there afterwards is reduced, a forward or none.
+    4. A backward that reaches parameters alone is a backward of the model: ranks agree on its reductions.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lamina.core import shard_losses
+from lamina.core.control import name_ranks
+from lamina.core.shard_optim import AFTER_BACKWARDS, BEFORE_BACKWARDS
+from lamina.errors import Disagreement
+from lamina.runtime.failed_backward import ENGINES
+
+if TYPE_CHECKING:
+    from lamina.runtime.engine import Engine
+    from lamina.runtime.unit import Unit
+
+
+def listen(unit: Unit) -> None:
+    """Take gradients that arrive at whole parameters beside a unit's copies; `Shard`s bring theirs themselves."""
+    if unit.plain or unit.communicates:
+        return
+    for position, param in enumerate(unit.params):
+        node = unit.ears.get(position)
+        if not param.requires_grad:
+            unit.ears.pop(position, None)
+        elif param.is_leaf and (node is None or node.variable is not param):
+            node = unit.ears[position] = torch.autograd.graph.get_gradient_edge(param).node
+            node.register_prehook(functools.partial(_take, weakref.ref(unit), position))
+
+
+def _take(reference: weakref.ref[Unit], position: int, grads: tuple[Tensor | None, ...]) -> Any:
+    unit = reference()
+    if unit is None or grads[0] is None:
+        return None
+    unit.gradients.arrive(position, grads[0])
+    return (None,)
+
+
+def before_backward() -> None:
+    """The outermost backward of this process begins."""
+    shard_losses.watch_waiting()
+    for engine in list(ENGINES):
+        if engine.is_stale():
+            engine.close_failed()
+        if engine.phase is None:
+            engine.gradients.begin()
+
+
+def after_backward() -> None:
+    """It has ended without an error."""
+    for engine in sorted(ENGINES, key=lambda each: each.control.name):
+        gradients = engine.gradients
+        if engine.phase is not None:
+            continue  # a backward inside a forward
+        if gradients.are_aside and any(
+            not unit.communicates and not unit.kept and gradients.any_of(unit) for unit in engine.units
+        ):
+            engine.begin_backward(-1)
+            engine.end_backward(engine.current())
+        gradients.end()
+        gradients.take_in()
+        _compare(engine)
+
+
+def _compare(engine: Engine) -> None:
+    """What was mixed into losses over Shards is the same on all ranks; only looked at in the first backwards."""
+    share = engine.units[0].mesh.share if engine.units else None
+    if share is None or not share.mixed:
+        return
+    mixed, share.mixed, share.left = share.mixed, [], share.left - 1
+    total = sum((number + 1) * each.checksum for number, each in enumerate(mixed)) % 2**62
+    rows = engine.control.exchange([len(mixed), total], "loss over parameters")
+    if all(row == rows[0] for row in rows):
+        return
+    said = [line.split("\t") for line in engine.control.exchange_text(_as_line(mixed))]
+    for entries in zip(*said, strict=False):
+        if len(set(entries)) > 1:
+            name, operation, _ = entries[0].split(" ")
+            others = [rank for rank, entry in enumerate(entries) if entry != entries[0]]
+            raise Disagreement(
+                f"`{operation}` over the sharded `{name}`, in a loss outside the model's forward, takes in other "
+                f"numbers on {name_ranks(others)} than on rank 0, and each rank computes with its own elements only. "
+                f"Use the same numbers on all ranks; a rank's own go behind it: `mine * {operation}(...)`. Or compute "
+                "this loss in the model's forward"
+            )
+    raise Disagreement("ranks compute different losses over sharded parameters: compute the same ones on all ranks")
+
+
+def _as_line(mixed: Iterable[shard_losses.Mixed]) -> str:
+    return "\t".join(f"{each.name} {each.operation} {each.checksum}" for each in mixed)
+
+
+BEFORE_BACKWARDS.append(before_backward)
+AFTER_BACKWARDS.append(after_backward)
