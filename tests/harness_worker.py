@@ -116,8 +116,24 @@ def _answer(call: Call) -> Answer:
         answer = Answer(None, (type(error).__name__, str(error), traceback.format_exc()))
         error.__traceback__ = None  # frees the frames, and with them the tensors that they hold
     _reset()
-    gc.collect()  # the next call finds nothing of this one
+    _collect()
     return answer
+
+
+_modules = 0  # how many were imported when `_collect` last set aside what they brought along
+
+
+def _collect() -> None:
+    """The next call finds nothing of this one.
+
+    What imports leave is looked through once, not after every call: a fifth of a second each, late in a session. While
+    a model is alive nothing is set aside: nobody would notice when it, and the groups it keeps, become garbage.
+    """
+    global _modules
+    gc.collect()
+    if len(sys.modules) > _modules and not _a_model_is_alive():
+        _modules = len(sys.modules)
+        gc.freeze()
 
 
 def _settle(calls: int) -> Settled:
@@ -141,9 +157,13 @@ def _groups_are_needed() -> bool:
     """A model is alive, or torch has named a group by its ranks and by how many groups there were: it counts them."""
     import torch.distributed as dist
 
-    assemble = sys.modules.get("lamina.runtime.assemble")
     names = dist.distributed_c10d._world.pg_names.values()
-    return (assemble is not None and len(assemble.RUNTIMES) > 0) or not all(name.isdigit() for name in names)
+    return _a_model_is_alive() or not all(name.isdigit() for name in names)
+
+
+def _a_model_is_alive() -> bool:
+    assemble = sys.modules.get("lamina.runtime.assemble")
+    return assemble is not None and len(assemble.RUNTIMES) > 0
 
 
 def _end_groups() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import os
 import time
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -84,6 +87,23 @@ def global_state() -> tuple[torch.dtype, bool, float]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(1).item()
 
 
+class Circle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+_left: list[weakref.ref[Circle]] = []
+
+
+def import_and_leave_garbage(module: str) -> None:
+    importlib.import_module(module)
+    _left.append(weakref.ref(Circle()))
+
+
+def garbage_and_size_of_a_look() -> tuple[int, int]:
+    return sum(left() is not None for left in _left), len(gc.get_objects())
+
+
 def lambda_result() -> object:
     return lambda: None
 
@@ -116,6 +136,13 @@ def test_every_call_starts_from_the_same_state() -> None:
     run_ranks(2, spoil_global_state)
     assert run_ranks(2, global_state) == expected
     assert expected[0][:2] == (torch.float32, True)
+
+
+def test_after_a_call_its_garbage_is_gone_and_what_it_imported_is_not_looked_through_again() -> None:
+    ((_, before),) = run_ranks(1, garbage_and_size_of_a_look)
+    run_ranks(1, import_and_leave_garbage, "_pydecimal")  # of 500 functions
+    ((left, size),) = run_ranks(1, garbage_and_size_of_a_look)
+    assert left == 0 and size < before + 200
 
 
 def test_an_error_on_one_rank() -> None:
