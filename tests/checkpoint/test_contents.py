@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -296,3 +297,33 @@ def odd_states(folder: str) -> list[bool]:
 
 def test_odd_optimizer_states(tmp_path: Path) -> None:
     assert all(map(all, run_ranks(2, odd_states, str(tmp_path))))
+
+
+class Strided(nn.Module):
+    """Buffers whose elements do not lie one after the other."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        torch.manual_seed(seed)
+        self.register_buffer("turned", torch.randn(3, 4).t())
+        self.register_buffer("every_other", torch.randn(8)[::2])
+        self.register_buffer("repeated", torch.randn(3, 1).expand(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_buffers_that_are_views(tmp_path: Path) -> None:
+    saved, model = lamina.shard(Strided(0)), lamina.shard(Strided(1))
+    lamina.save(tmp_path / "a", saved)
+    before = dict(model.named_buffers())
+    lamina.load(tmp_path / "a", model)
+    for name, buffer in model.named_buffers():
+        assert buffer is before[name] and torch.equal(buffer, saved.get_buffer(name)), name
+    saved.repeated = torch.randn(3, 5)
+    lamina.save(tmp_path / "b", saved)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(lamina.CheckpointError, match="`repeated` is an expanded tensor here"):
+        lamina.load(tmp_path / "b", model)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -135,3 +136,76 @@ def test_states_of_a_rank_go_to_the_same_rank_or_are_refused(tmp_path: Path) -> 
     words = ["state 'codes' of 0.weight is each rank's own", "'scales'"]
     expect_error(2, loaded, path, "own", "ddp", True, error="CheckpointError", contains=words)
     expect_error(1, loaded, path, "own", "zero3", True, error="CheckpointError", contains=words)
+
+
+class Unusual(torch.optim.Optimizer):
+    """States of a rank's elements without shape, full states that every rank keeps, a count that is no parameter's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        counts = self.state["all of them"]
+        counts["steps"] = counts.get("steps", 0) + 1
+        self.factor *= 0.5
+        for param in (p for group in self.param_groups for p in group["params"]):
+            state, local = self.state[param], getattr(param, "local", param.view(-1))
+            gradient = param.grad.full() if isinstance(param.grad, lamina.Shard) else param.grad
+            start = getattr(param, "start", 0)
+            if not state:
+                state["flat"] = torch.zeros(local.numel())
+                state["full"] = torch.zeros(param.shape)
+            state["full"] += gradient
+            state["flat"] += gradient.reshape(-1)[start : start + local.numel()]
+            change = state["flat"] + state["full"].reshape(-1)[start : start + local.numel()]
+            local.sub_(change, alpha=0.01 * counts["steps"] * self.factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "factor": self.factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.factor = state_dict["factor"]
+        super().load_state_dict(state_dict)
+
+
+def go_on_unusually(path: str) -> list[bool]:
+    def made(seed: int) -> tuple[nn.Module, Unusual]:
+        torch.manual_seed(seed)
+        model = lamina.shard(nn.Sequential(nn.Linear(WIDTH, 5)), "zero3")
+        return model, Unusual(model.parameters())
+
+    model, optimizer = made(0)
+    bias = next(p for name, p in model.named_parameters() if name.endswith("bias"))
+    owned = (bias.start, bias.stop)  # type: ignore[attr-defined]
+    step_once(model, optimizer)
+    step_once(model, optimizer)
+    lamina.save(path, model, optimizer)
+    step_once(model, optimizer)
+    wanted, equal = [p.full() for p in model.parameters()], [owned in ((0, 5), (0, 0), (5, 5))]
+    for used in (False, True):
+        model, optimizer = made(1)
+        if used:
+            step_once(model, optimizer)
+        lamina.load(path, model, optimizer)
+        step_once(model, optimizer)
+        equal += [torch.equal(p.full(), w) for p, w in zip(model.parameters(), wanted, strict=True)]
+        equal += [optimizer.state["all of them"] == {"steps": 3}, optimizer.factor == 0.125]
+    return equal
+
+
+def test_plain_states_beside_shards_and_states_of_no_parameter(tmp_path: Path) -> None:
+    """One rank holds all of the bias: its flat state has the bias' shape, and is none that is to be cut."""
+    assert all(all(equal) for equal in run_ranks(2, go_on_unusually, str(tmp_path / "a")))
+
+
+class Keeps(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "large": torch.zeros(100)}
+
+
+def test_what_an_optimizer_keeps_beside_is_saved_or_refused(tmp_path: Path) -> None:
+    model = lamina.shard(nn.Linear(3, 3))
+    with pytest.raises(lamina.UsageError, match="Keeps keeps 'large' beside its parameters' states"):
+        lamina.save(tmp_path / "a", model, Keeps(model.parameters(), lr=0.1))

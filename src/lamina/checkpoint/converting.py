@@ -150,7 +150,7 @@ def _in_one_file(entry: OptimizerEntry) -> OptimizerEntry:
         )
         for name, state in entry.states.items()
     }
-    return OptimizerEntry(entry.kind, entry.groups, states)
+    return OptimizerEntry(entry.kind, entry.groups, states, entry.more)
 
 
 def write_torch(found: Everything, target: Path) -> None:

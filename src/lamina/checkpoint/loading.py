@@ -151,7 +151,10 @@ class Loading:
         """
         transfers = self.matched.transfers + [copy for _, _, copy in self.matched.copies]
         states, fresh = ([], []) if self.plan is None else (self.plan.transfers, self.plan.fresh)
-        self.source.verify(transfers + states, self.staging, fresh)
+        strided = self.matched.strided
+        self.source.verify(transfers + states, self.staging, fresh + [s.transfer for s in strided])
+        for each in strided:
+            each.check()
         check_copies(self.source, self.matched, self.staging)
         return self.source.beside(self.rank, self.world, self.staging)
 
@@ -159,6 +162,8 @@ class Loading:
         """Change the model."""
         states = [] if self.plan is None else self.plan.transfers
         self.source.transfer(self.matched.transfers + states, self.staging)
+        for each in self.matched.strided:
+            each.copy()
         # their memory was written, which autograd has not seen
         torch.autograd.graph.increment_version([into for _, _, into in self.matched.transfers])
         for unit in self.runtime.units:

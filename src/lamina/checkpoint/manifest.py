@@ -84,6 +84,7 @@ class OptimizerEntry:
     kind: str  # class name
     groups: tuple[GroupEntry, ...]
     states: dict[str, StateEntry]  # by parameter; one that was never stepped has none
+    more: dict[str, Any] = field(default_factory=dict)  # encoded: "state" of no parameter, "entries" of `state_dict()`
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class Manifest:
         texts += [dtype for state in states.values() for dtype in state.split.values()]
         texts += [name for group in groups for name in group.parameters]
         records = [*(group.options for group in groups), *(state.values for state in states.values())]
+        records += [] if self.optimizer is None else [self.optimizer.more]
         for wrong in (
             [number for number in (self.world, *counts) if type(number) is not int or not 0 <= number < 2**63],
             [text for text in texts if type(text) is not str],
@@ -248,8 +250,10 @@ def _whole_from_json(body: dict[str, Any]) -> WholeEntry:
 
 
 def _optimizer_to_json(entry: OptimizerEntry) -> dict[str, Any]:
+    more = {"more": entry.more} if entry.more else {}
     return {
         "class": entry.kind,
+        **more,
         "groups": [{"parameters": g.parameters, "options": g.options} for g in entry.groups],
         "states": {
             name: {
@@ -268,7 +272,7 @@ def _optimizer_from_json(body: dict[str, Any]) -> OptimizerEntry:
         name: StateEntry(s["split"], {k: _whole_from_json(w) for k, w in s["whole"].items()}, s["values"])
         for name, s in body["states"].items()
     }
-    return OptimizerEntry(body["class"], groups, states)
+    return OptimizerEntry(body["class"], groups, states, body.get("more", {}))
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:

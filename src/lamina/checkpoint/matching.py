@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lamina.checkpoint.contents import Held, Whole
+from lamina.checkpoint.datafile import as_bytes
 from lamina.checkpoint.source import Source, Stored, Transfer
 from lamina.errors import CheckpointError
 
@@ -48,6 +49,33 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
+@dataclass(frozen=True)
+class Strided:
+    """A buffer whose elements do not lie one after the other: a transposed one, or one that was expanded."""
+
+    name: str
+    place: Tensor  # the buffer's memory
+    transfer: Transfer  # into a 1-D tensor that nobody else has
+
+    def check(self) -> None:
+        """Elements that share memory must have been saved with one value."""
+        read, once = self.transfer.into.view(self.place.shape), self._once(self.transfer.into.view(self.place.shape))
+        if not torch.equal(as_bytes(read), as_bytes(once.expand_as(read))):
+            raise CheckpointError(
+                f"buffer `{self.name}` is an expanded tensor here, and its elements differ in the checkpoint: give the "
+                "model a buffer with memory for each of them (`.clone()`)"
+            )
+
+    def copy(self) -> None:
+        self._once(self.place).copy_(self._once(self.transfer.into.view(self.place.shape)))
+
+    def _once(self, values: Tensor) -> Tensor:
+        """The first element of each dim along which the buffer repeats itself."""
+        for dim, stride in enumerate(self.place.stride()):
+            values = values.narrow(dim, 0, 1) if stride == 0 and values.shape[dim] > 1 else values
+        return values
+
+
 @dataclass
 class Matched:
     """What is to be read into a model."""
@@ -55,6 +83,7 @@ class Matched:
     transfers: list[Transfer] = field(default_factory=list)
     stored_names: dict[str, str] = field(default_factory=dict)  # parameter -> its name in the checkpoint
     copies: list[tuple[str, str, Transfer]] = field(default_factory=list)  # a second stored value of a tied parameter
+    strided: list[Strided] = field(default_factory=list)  # read into memory of their own, then copied
     differences: Differences = field(default_factory=Differences)
 
 
@@ -65,7 +94,9 @@ def match(source: Source, held: Sequence[Held], ties: dict[str, str], wholes: Se
     for other, name in ties.items():
         further.setdefault(name, []).append(other)
     targets = [(h.name, tuple(h.spec.shape), h.local, h.owned[0]) for h in held]
-    targets += [(w.name, tuple(w.values.shape), w.values.view(-1), 0) for w in wholes]
+    plain = {w.name: w.values if w.values.is_contiguous() else w.values.new_empty(w.values.shape) for w in wholes}
+    targets += [(name, tuple(values.shape), values.view(-1), 0) for name, values in plain.items()]
+    strided = {w.name: w.values for w in wholes if plain[w.name] is not w.values}
     for name, shape, into, start in targets:
         candidates = [source.ties.get(n, n) for n in (name, *further.get(name, ()))]
         stored_names = [n for n in dict.fromkeys(candidates) if n in source.tensors]
@@ -78,7 +109,11 @@ def match(source: Source, held: Sequence[Held], ties: dict[str, str], wholes: Se
         if not _fits(name, stored, shape, into, found.differences):
             continue
         found.stored_names[name] = first
-        found.transfers.append(Transfer(stored, start, into))
+        transfer = Transfer(stored, start, into)
+        if name in strided:
+            found.strided.append(Strided(name, strided[name], transfer))
+            continue
+        found.transfers.append(transfer)
         for other in others:
             found.copies.append((first, other, Transfer(source.tensors[other], start, into)))
     found.differences.unexpected += [name for name in source.tensors if name not in used]

@@ -16,9 +16,10 @@ from torch import Tensor
 from lamina.checkpoint.contents import Held
 from lamina.checkpoint.manifest import OptimizerEntry
 from lamina.checkpoint.matching import Differences, kind_of, some
-from lamina.checkpoint.optimizer_state import is_split, name_in_group
+from lamina.checkpoint.optimizer_state import entries_of, is_split, name_in_group
 from lamina.checkpoint.source import Source, Stored, Transfer
 from lamina.checkpoint.values import decode
+from lamina.core.shard_optim import leave_states
 from lamina.core.shard_tensor import Shard
 
 
@@ -29,6 +30,8 @@ class OptimizerPlan:
     optimizer: torch.optim.Optimizer
     states: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number of the parameter
     groups: list[dict[str, Any]] = field(default_factory=list)
+    others: dict[Any, Any] = field(default_factory=dict)  # states of no parameter
+    entries: dict[str, Any] = field(default_factory=dict)  # of a `state_dict()` that has more than torch's
     transfers: list[Transfer] = field(default_factory=list)  # into memory that the optimizer has
     fresh: list[Transfer] = field(default_factory=list)  # into memory that was made for it, and is not given to it yet
     own: dict[str, list[str]] = field(default_factory=dict)  # states of other ranks' parts -> their parameters
@@ -37,7 +40,9 @@ class OptimizerPlan:
     def hand_over(self) -> None:
         """Give states and options to the optimizer, by its own door; tensor options keep their identity."""
         kept = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in self.optimizer.param_groups]
-        self.optimizer.load_state_dict({"state": self.states, "param_groups": self.groups})
+        states = {**self.others, **self.states}
+        self.optimizer.load_state_dict({**self.entries, "state": states, "param_groups": self.groups})
+        leave_states(self.optimizer)
         if type(self.optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             self._undo_casts()
         for group, tensors in zip(self.optimizer.param_groups, kept, strict=True):
@@ -77,7 +82,8 @@ def plan_optimizer(
     entry = source.optimizer
     if entry is None or entry.kind not in (type(optimizer).__name__, ""):  # files of other libraries do not name it
         return None
-    plan = OptimizerPlan(optimizer)
+    plan = OptimizerPlan(optimizer, others=decode(entry.more.get("state", {})))
+    plan.entries = {**entries_of(optimizer), **decode(entry.more.get("entries", {}))}
     groups_of = {name: number for number, group in enumerate(entry.groups) for name in group.parameters}
     met, number = set(), 0
     for place, group in enumerate(optimizer.param_groups):
@@ -133,7 +139,7 @@ def _state(plan: OptimizerPlan, source: Source, param: Tensor, stored_name: str,
         stored = source.state(stored_name, key)
         made[key] = _split_place(stored, before.get(key), param, key, held, is_cast)
         into = made[key].local if isinstance(made[key], Shard) else made[key].view(-1)
-        start = held.owned[0] if held is not None else 0
+        start = held.owned[0] if held is not None and isinstance(made[key], Shard) else 0
         known = plan.transfers if made[key] is before.get(key) else plan.fresh
         known.append(Transfer(stored, start, into))
     for key, whole in entry.whole.items():
@@ -159,6 +165,8 @@ def _split_place(stored: Stored, old: Any, param: Tensor, key: str, held: Held |
     fits = held is not None and is_split(key, old, held) and kind_of(old.dtype) == kind_of(stored.dtype)
     if fits and (isinstance(old, Shard) or old.is_contiguous()):
         return old
+    if type(old) is Tensor and old.shape == stored.shape and old.dtype == stored.dtype and old.is_contiguous():
+        return old  # whole on every rank, as this optimizer wants it
     floating = stored.dtype.is_floating_point and param.is_floating_point()
     dtype = param.dtype if floating and is_cast else stored.dtype
     if isinstance(param, Shard):

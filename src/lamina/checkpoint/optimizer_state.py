@@ -34,6 +34,7 @@ class States:
     split: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # parameter -> key -> this rank's elements
     whole: dict[str, dict[str, Whole]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)  # encoded
+    more: dict[str, Any] = field(default_factory=dict)  # encoded; see `OptimizerEntry`
 
 
 def take_apart(optimizer: torch.optim.Optimizer, names: dict[int, str], held: dict[str, Held]) -> States:
@@ -43,7 +44,7 @@ def take_apart(optimizer: torch.optim.Optimizer, names: dict[int, str], held: di
         names: by id of the parameter.
         held: parameters of units, by name.
     """
-    states = States(type(optimizer).__name__)
+    states = States(type(optimizer).__name__, more=_take_more(optimizer))
     numbers: list[tuple[str, str, Tensor]] = []  # parameter, key, 0-dim tensor
     for number, group in enumerate(optimizer.param_groups):
         members = tuple(name_in_group(param, names, number, i) for i, param in enumerate(group["params"]))
@@ -61,6 +62,31 @@ def take_apart(optimizer: torch.optim.Optimizer, names: dict[int, str], held: di
     for name, key, json in _read_numbers(numbers):
         states.values[name][key] = json
     return states
+
+
+def _take_more(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What belongs to no parameter: states under other keys, and what the optimizer's own `state_dict()` adds."""
+    state = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor) and value != {}}
+    more = {}
+    for what, found in (("state", state), ("entries", entries_of(optimizer))):
+        if found:
+            made = encode(found, f"optimizer {what}", inline_tensors=True)
+            if made.tensors or made.pickled:
+                kept = ", ".join(map(repr, found))
+                raise UsageError(
+                    f"{type(optimizer).__name__} keeps {kept} beside its parameters' states, with large tensors or "
+                    "objects inside, which are not saved with it: put them into extra="
+                )
+            more[what] = made.json
+    return more
+
+
+def entries_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `state_dict()` holds beside states and groups: nothing where it is torch's own, without hooks."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if getattr(type(optimizer), "state_dict", None) is torch.optim.Optimizer.state_dict and not hooks:
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
 
 
 def name_in_group(param: Tensor, names: dict[int, str], group: int, place: int) -> str:
@@ -98,9 +124,9 @@ def _take_state(
 
 
 def is_split(key: str, value: Any, held: Held) -> bool:
-    """Whether a state lies where its parameter lies."""
-    if isinstance(value, Shard):
-        return value.spec.same(held.param.spec) if isinstance(held.param, Shard) else False
+    """Whether a state lies where its parameter lies: beside a `Shard` only a `Shard` does, whatever shape it has."""
+    if isinstance(value, Shard) or isinstance(held.param, Shard):
+        return isinstance(value, Shard) and isinstance(held.param, Shard) and value.spec.same(held.param.spec)
     if not isinstance(value, Tensor) or value.shape != held.param.shape:
         return False
     return value.dim() > 0 or key not in SCALARS

@@ -71,7 +71,7 @@ class Snapshot:
         made += [f"{w.name} {tuple(w.values.shape)} {dtype_name(w.values.dtype)}" for w in self.wholes]
         if self.states is not None:
             groups = json.dumps([[group.parameters, group.options] for group in self.states.groups])
-            made.append(f"optimizer {self.states.kind}, groups {groups}")
+            made.append(f"optimizer {self.states.kind}, groups {groups}, {json.dumps(self.states.more)}")
             for name, split in self.states.split.items():
                 values = json.dumps(self.states.values[name])
                 made.append(f"state of `{name}`: {sorted(split)} {sorted(self.states.whole[name])} {values}")
@@ -105,7 +105,9 @@ class Snapshot:
     def writers(self, same: Sequence[bool]) -> dict[str, int | None]:
         """Whole tensor -> the rank that writes it; None: every rank, its own. `same` answers `sums`."""
         named, world = self.named_wholes(), self.runtime.mesh.world
-        chosen = spread([w.values.numel() * w.values.element_size() for w in named], world)
+        # what differs over ranks may differ in length, too: the choice must follow from what all of them have
+        sizes = [w.values.numel() * w.values.element_size() if e else 0 for w, e in zip(named, same[:-1], strict=True)]
+        chosen = spread(sizes, world)
         return {w.name: rank if equal else None for w, rank, equal in zip(named, chosen, same[:-1], strict=True)}
 
     def kept_beside(self, same: Sequence[bool]) -> dict[str, Encoded]:
@@ -216,6 +218,7 @@ def _describe_optimizer(states: States, entry: Any) -> OptimizerEntry:
             )
             for name, split in states.split.items()
         },
+        states.more,
     )
 
 

@@ -43,6 +43,7 @@ BEFORE_BACKWARDS: list[Callable[[], None]] = []  # called when the outermost bac
 AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
 AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
 _registered = False
+_NEW, _AS_MEANT = -1, -2  # in the place of a number: all of them are to be looked at | none is
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
 
 
@@ -68,8 +69,9 @@ def register() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Cut gradients and states that are still plain and full.
 
-    Runs every step. Gradients are looked at each time, states only where they can be new: when a step or a load has
-    changed their number, and after `load_state_dict`. A full state put in by hand later is refused by the operations.
+    Runs every step. Gradients are looked at each time, states only where they can be new: before the first step, when
+    something else than a step has changed their number, and after `load_state_dict`. A full state put in by hand later
+    is refused by the operations.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if type(param) is Shard]
     if not params:
@@ -80,17 +82,28 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for param, grad in zip(params, grads, strict=True):
             if grad is not None and type(grad) is not Shard:
                 param.grad = cut(grad, param)
-    if _states_seen.get(optimizer) != len(optimizer.state):
+    seen = _states_seen.get(optimizer)
+    if seen != len(optimizer.state):
         _refuse_unsupported(optimizer, params[0])
-        for param in params:
+        for param in params if seen != _AS_MEANT else ():
             _cut_states(optimizer.state.get(param, {}), param)
-        if optimizer not in _states_seen:
-            optimizer.register_load_state_dict_post_hook(_forget_states)
-        _states_seen[optimizer] = len(optimizer.state)
+        _note_states(optimizer, len(optimizer.state))
+
+
+def leave_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut none of the states that there are now: what is plain beside a Shard is meant to be, whatever its shape."""
+    if "_optimizer_load_state_dict_post_hooks" in vars(optimizer):  # not a wrapper, around one that steps
+        _note_states(optimizer, _AS_MEANT)
 
 
 def _forget_states(optimizer: torch.optim.Optimizer) -> None:
-    _states_seen[optimizer] = -1
+    _note_states(optimizer, _NEW)
+
+
+def _note_states(optimizer: torch.optim.Optimizer, seen: int) -> None:
+    if optimizer not in _states_seen:
+        optimizer.register_load_state_dict_post_hook(_forget_states)
+    _states_seen[optimizer] = seen
 
 
 def _cut_states(state: dict[str, Any], param: Shard) -> None:
@@ -134,7 +147,13 @@ def _refuse_unsupported(optimizer: torch.optim.Optimizer, param: Shard) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Mark what our handlers do not see: what a compiled step wrote, and plain parameters that copies are made of."""
+    """Mark what our handlers do not see: what a compiled step wrote, and plain parameters that copies are made of.
+
+    States that the step has made are as the optimizer wants them: a flat one of a rank's elements is no full state,
+    even where the rank holds all of a parameter.
+    """
+    if optimizer in _states_seen:
+        _states_seen[optimizer] = len(optimizer.state)
     if getattr(optimizer, "marks_what_it_writes", False):
         return
     for group in optimizer.param_groups:
