@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
-from lamina.runtime import summing
+from lamina.runtime import direct, summing
 from lamina.runtime.assemble import RUNTIMES
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +37,7 @@ def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompu
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
+    direct.LEAST_PIECE_BYTES = 1 << 20 if rank else 0  # one rank pushes gradients from where they are, others do not
     mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("replicate", "shard")) if world > 2 else None
     chosen = lamina.Strategy(2, 2, 4) if strategy == "2-2-4" else strategy
     choices = {"units": [Block], "slots": slots, "recompute": recompute, "transport": transport}
@@ -85,13 +86,15 @@ def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: 
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
+    direct.LEAST_PIECE_BYTES = 0
+    # NCCL sums float32 over more than two ranks in an order of its own: no wide norms then, and no sums that wait
+    precision = "bf16" if world == 2 else lamina.Precision(torch.bfloat16, keep=())
     ends = []
     for transport in ("c10d", "peer"):
-        model = lamina.shard(build().float(), units=[Block], precision="bf16", transport=transport)
+        model = lamina.shard(build().float(), units=[Block], precision=precision, transport=transport)
         optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2, max_norm=max_norm)
         for step in range(8):
             for micro in range(2):
-                # NCCL sums float32 over more than two ranks in an order of its own
                 with lamina.accumulate(model, last=micro == 1, defer=step % 2 == 1 and world == 2):
                     data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).cuda() + rank
                     if sleeps and (step + rank) % 2:  # ranks drift apart, on the device

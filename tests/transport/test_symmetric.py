@@ -20,7 +20,7 @@ import lamina
 from harness import run_ranks
 from lamina.optim import adamw
 from lamina.optim.update import by_torch
-from lamina.runtime import api
+from lamina.runtime import api, direct
 from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import SymmetricGatherer, inbox_bytes, published_places
 from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, Pushes, SymmetricPeers
@@ -84,11 +84,15 @@ def parity_rows() -> list[tuple[str, float]]:
         ways = (("none", "none"), ("full", "each"), ("none", "defer"))
         for recompute, accumulation in ways if world < 4 else ways[1:2]:
             recipe = Recipe(accumulation=accumulation)
+            # gradients are reduced from where they are, laid out, or on each rank in another way
+            direct.LEAST_PIECE_BYTES = 1 << 20 if accumulation == "each" and dist.get_rank() else 0
             lamina.debug(recompute == "full")
             strategy = lamina.Strategy(*triple)
             model = shard_symmetrically(build(), strategy, recompute=recompute, slots=1 + number % 3)
             lamina.debug(False)
             found.append((f"{triple} {accumulation}", sharded(model, of_language(world, recipe), recipe)))
+            routes = [route for _, route in RUNTIMES[model].engine.reducer._routes.values()]
+            assert any(routes) == (triple[0] == world and direct.LEAST_PIECE_BYTES == 0), (triple, accumulation)
     return found
 
 
@@ -121,6 +125,35 @@ def test_training_is_bitwise_what_c10d_gives() -> None:
         assert equal
         # one change of the published ranges, in two parts; then two for each exchange
         assert met == [GATHER_CHANNEL, GATHER_CHANNEL, REDUCE_CHANNEL] + [REDUCE_CHANNEL] * 2 * segments
+
+
+def what_lies_between() -> list[bool]:
+    """Of rubbish in inboxes and gradients, what is left after a reduction? By turn, some ranks lay gradients out."""
+    model = shard_symmetrically(build(), "zero3")
+    engine = RUNTIMES[model].engine
+    tokens, peers, ends = language_batch(7, 2)[:, :-1], engine.gatherer.peers, []
+    for turn in range(3):
+        direct.LEAST_PIECE_BYTES = 1 << 20 if (dist.get_rank() + turn) % 2 else 0
+        engine.reducer._routes.clear()
+        peers._own[peers._data_bytes :].fill_(255)  # NaN in every dtype
+        for unit in engine.units:
+            unit.gradients.make()
+            unit.gradients.wants_squares = True
+            for grad in unit.gradients.ranges:
+                grad.fill_(torch.nan)
+        dist.barrier()
+        model(tokens).sum().backward()
+        for unit in engine.units:
+            assert unit.gradients.has_squares
+            for grad, squares in zip(unit.gradients.ranges, unit.gradients.squares, strict=True):
+                ends.append(torch.isclose(squares.sum(), grad.double().pow(2).sum(), rtol=1e-6).item())
+        model.zero_grad()
+    return ends
+
+
+def test_nothing_comes_from_between_parameters() -> None:
+    for ends in run_ranks(3, what_lies_between):
+        assert ends and all(ends)
 
 
 def kernel_that_publishes(call: Any, group: Any, lr: Any, scaling: Any, publishes: bool = False) -> bool:

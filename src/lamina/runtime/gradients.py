@@ -23,6 +23,7 @@ from lamina.core.control import Control, Flags, finish
 from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.slots import Slot, SlotState
 from lamina.errors import ParameterChanged, StateError
+from lamina.runtime.direct import DirectRoute
 from lamina.runtime.lockstep import FREEZE_ALIKE
 from lamina.runtime.phase import Phase
 from lamina.runtime.reducing import Reducer, Staging
@@ -128,6 +129,10 @@ class Gradients:
                 unit.gradients.note_existing()
         gradients = self.of(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self.residency.free_home(unit)
+        route = self.reducer.route_of(unit, gradients, self.last_micro_batch, self.defer)
+        if route is not None:
+            self._reduce_directly(unit, route, gradients, slot)
+            return
         place = self.reducer.stage(unit) if slot is None else slot
         self.reducer.begin(unit)
         with self.lanes.reduce.running(), torch.no_grad() if torch.is_grad_enabled() else NOTHING:
@@ -140,6 +145,21 @@ class Gradients:
         if slot is not None:
             slot.to(SlotState.GRADS)
         self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.active_ranks)
+
+    def _reduce_directly(
+        self, unit: Unit, route: DirectRoute, gradients: Sequence[Tensor | None], slot: Slot | None
+    ) -> None:
+        self.reducer.begin(unit)
+        self.drop(unit)
+        unit.was_entered = unit.alive_uses > 0
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                unit.gradients.touched[i] = True
+        if slot is not None:
+            slot.to(SlotState.GRADS)
+        with torch.no_grad() if torch.is_grad_enabled() else NOTHING:
+            self.reducer.start_direct(unit, route, gradients, slot, self.active_ranks)
+        self.reducer.hold(gradients)
 
     def _collect(self, unit: Unit, gradients: Sequence[Tensor | None], place: Slot | Staging, clean: bool) -> None:
         """Lay gradients into their places; zeros where this rank has none, and between them.

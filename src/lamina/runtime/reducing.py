@@ -24,11 +24,14 @@ from torch import Tensor
 from lamina.core.control import Control
 from lamina.core.groups import Group
 from lamina.core.lanes import Lanes, Mark
+from lamina.core.layout import UnitLayout
 from lamina.core.slots import Slot, SlotState
+from lamina.runtime.direct import DirectRoute, find_route
 from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
 from lamina.transport.c10d import Exchange, Transport, as_bytes
+from lamina.transport.symmetric import Pushes
 
 
 @dataclass
@@ -88,6 +91,7 @@ class Reducer:
         self._buffers: dict[str, Tensor] = {}
         self._inboxes: dict[tuple[int, int, bool], Inbox] = {}  # by unit, segment, and whether it lies in its slot
         self._stagings: dict[int, Staging] = {}  # by unit
+        self._routes: dict[int, tuple[UnitLayout, DirectRoute | None]] = {}  # by unit, of this layout
         self._held: Sequence[Tensor | None] = ()  # gradients that the lane reads
         self._collected: Mark | None = None  # when it has read them
 
@@ -187,6 +191,30 @@ class Reducer:
             self._send(self.pending, sources, stable)
         if lane is not self.lanes.compute:
             self.finish()  # everything is queued on the lane: the host has nothing to wait for
+
+    def route_of(self, unit: Unit, gradients: Sequence[Tensor | None], last: bool, defer: bool) -> DirectRoute | None:
+        """How these gradients are reduced where they are; None: they are to be laid out. See direct.py."""
+        transport = self.transport
+        if not isinstance(transport, Pushes) or self.wire is not None or unit.index in self.partials:
+            return None
+        layout, route = self._routes.get(unit.index, (None, None))
+        if layout is not unit.layout:
+            route = find_route(unit, transport)
+            self._routes[unit.index] = unit.layout, route
+        if route is None or self._target(unit, last, defer) != ALL_LEVELS or not route.takes(gradients):
+            return None
+        return route
+
+    def start_direct(
+        self, unit: Unit, route: DirectRoute, gradients: Sequence[Tensor | None], slot: Slot | None, divisor: int
+    ) -> None:
+        """Like `start`, for gradients that nobody has laid out; `slot` holds weights that are dead."""
+        with self.lanes.reduce.running():
+            self._release(slot)
+            unit.reduces += 1
+            self.bytes_moved += sum(segment.size_bytes for segment in route.segments)
+            route.run(unit, gradients, 1.0 / divisor)
+            unit.gradients.valid = [True] * len(unit.params)
 
     def finish(self) -> None:
         """Complete the reduction that is under way: sums, write or add, slot free."""
@@ -380,8 +408,8 @@ class Reducer:
         squares = None
         for start, stop, valid in self._runs(unit, number):
             if stop - start == grad.numel():
-                squares = unit.gradients.squares_of(number)
-                add_rows(grad, rows, 1.0 / divisor, valid, squares)
+                squares = unit.gradients.squares_of(number, (stop - start,))
+                add_rows(grad, rows, 1.0 / divisor, valid, squares[0] if squares else None)
             else:
                 add_rows(grad[start:stop], [row[start:stop] for row in rows], 1.0 / divisor, valid)
         return squares is not None

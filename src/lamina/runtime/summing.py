@@ -45,15 +45,24 @@ def add_rows(target: Tensor, rows: Rows, factor: float, accumulate: bool, square
         fused(target, rows[first : first + MOST_ROWS], factor, accumulate or first > 0, squares if is_last else None)
 
 
-def make_squares(target: Tensor) -> Tensor | None:
-    """Where `add_rows` can note the squares of what it writes into `target`: 1D; None where it cannot."""
+def make_squares(target: Tensor, stretches: int = 1) -> Tensor | None:
+    """Where `add_rows` can note the squares of what it writes into `target`: 1D; None where it cannot.
+
+    stretches: the most that the target is written in; `split_squares` gives each a place.
+    """
     if target.is_complex() or not target.is_floating_point():
         return None
     if not target.is_cuda:
-        return torch.zeros(1, dtype=torch.float64)
+        return torch.zeros(stretches, dtype=torch.float64)
     if target.dtype is not torch.float32 or _fused() is None:
         return None
-    return torch.zeros(max(1, -(-target.numel() // BLOCK)), dtype=torch.float32, device=target.device)
+    return torch.zeros(target.numel() // BLOCK + stretches, dtype=torch.float32, device=target.device)
+
+
+def split_squares(squares: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
+    """Places for stretches of these sizes, which together are no longer than the target that `squares` was made for."""
+    sizes = [max(1, -(-numel // BLOCK)) if squares.is_cuda else 1 for numel in numels]
+    return squares[: sum(sizes)].split(sizes)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
-from lamina.runtime.summing import make_squares
+from lamina.runtime.summing import make_squares, split_squares
 
 _grad_of, _local_of = attrgetter("grad"), attrgetter("_local")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
@@ -55,6 +55,7 @@ class UnitGradients:
         self.standing: dict[int, tuple[int, int]] = {}  # sums wait beside a gradient: its id and version
         self.reach = Reach()  # of the views
         self.squares: list[Tensor] = []  # by segment, whose sum is that of its squares; empty: not noted so far
+        self._stretches: list[tuple[tuple[int, ...], Sequence[Tensor]]] = []  # sizes, and their parts of `squares`
         self.wants_squares = False  # whoever asked for the norm would have liked them
         self.has_squares = False  # of what the ranges hold now, unless `reach` is open
         self.fresh = False  # plain: p.grad holds this backward's gradients only
@@ -221,17 +222,29 @@ class UnitGradients:
         made._reach = self.reach
         return made
 
-    def squares_of(self, number: int) -> Tensor | None:
-        """Where the reduction of a segment notes its squares; None where nobody wants them, or it cannot."""
+    def squares_of(self, number: int, numels: tuple[int, ...]) -> Sequence[Tensor] | None:
+        """Where the reduction of a segment, written in stretches of these sizes, notes their squares.
+
+        None where nobody wants them, or it cannot.
+        """
         if not self.wants_squares:
             return None
         if not self.squares:
-            made = [make_squares(grad) for grad in self.ranges]
+            made = [
+                make_squares(grad, len(segment.params))
+                for grad, segment in zip(self.ranges, self.layout.segments, strict=True)
+            ]
             if any(squares is None for squares in made):
                 self.wants_squares = False
                 return None
             self.squares = made  # type: ignore[assignment]
-        return self.squares[number]
+            self._stretches = [((), ())] * len(made)
+        before, places = self._stretches[number]
+        if before != numels:
+            squares = self.squares[number].zero_()  # not all of it is written every time
+            places = split_squares(squares, numels)
+            self._stretches[number] = numels, places
+        return places
 
     def sums_of_squares(self) -> Sequence[Tensor] | None:
         """Note [Squares]; None: they are not known."""

@@ -77,6 +77,7 @@ class Recorder:
             self._tap(self.gatherer, "publish", self._publishing)
         self._tap(self.reducer, "begin", self._beginning_reduction)
         self._tap(self.reducer, "start", self._starting_reduction)
+        self._tap(self.reducer, "start_direct", self._starting_reduction)
         self._tap(self.reducer, "finish", self._finishing_reduction)
         self._tap(self.engine.gradients, "settle", self._settling)
         model = self.runtime.model()

@@ -19,6 +19,7 @@ Note [Symmetric]
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -133,25 +134,27 @@ class Pushes(C10d):
         number = self._numbers.get(inbox.data_ptr())
         if number is None:
             return super().exchange(group, inbox, source)
-        peers, pushes = self.peers, self._pushes_of(number, source)
+        parts = source.view(self.peers.size, -1)
+        pushes = [(target, parts[place]) for place, target in self.targets(number, source.numel())]
+        return functools.partial(self.push, pushes)
 
-        def push() -> None:
-            peers.meet(REDUCE_CHANNEL)
-            for target, part in pushes:
-                target.copy_(part)
-            peers.meet(REDUCE_CHANNEL)
+    def push(self, pushes: Sequence[tuple[Tensor, Tensor]], zeros: Sequence[Tensor] = ()) -> None:
+        """Copy into places of the peers' inboxes, each from a tensor of this rank, between two barriers. Collective."""
+        self.peers.meet(REDUCE_CHANNEL)
+        for target, part in pushes:
+            target.copy_(part)
+        for target in zeros:
+            target.zero_()
+        self.peers.meet(REDUCE_CHANNEL)
 
-        return push
-
-    def _pushes_of(self, number: int, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Places in the peers' inboxes, and this rank's parts for them."""
-        peers, part_bytes, found = self.peers, source.numel() // self.peers.size, []
+    def targets(self, number: int, size_bytes: int) -> list[tuple[int, Tensor]]:
+        """Each peer, and where in its inbox `number` this rank's part of `size_bytes` goes."""
+        peers, part_bytes, found = self.peers, size_bytes // self.peers.size, []
         for step in range(1, peers.size):
             place = (peers.place + step) % peers.size  # not all ranks push to the same one at once
-            inbox = peers.inbox(place, number, source.numel())
+            inbox = peers.inbox(place, number, size_bytes)
             assert inbox is not None
-            target = inbox[peers.place * part_bytes : (peers.place + 1) * part_bytes]
-            found.append((target, source[place * part_bytes : (place + 1) * part_bytes]))
+            found.append((place, inbox[peers.place * part_bytes : (peers.place + 1) * part_bytes]))
         return found
 
 
