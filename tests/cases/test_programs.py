@@ -130,6 +130,11 @@ def hooked(model: nn.Module, data: Callable[[int], Tensor]) -> None:
     assert counts == [5]
 
 
+def with_states_from_the_start(model: nn.Module, data: Callable[[int], Tensor]) -> None:
+    """Adagrad makes its states of the parameters when it is built."""
+    train(model, data, range(3), torch.optim.Adagrad(model.parameters(), lr=0.05))
+
+
 def hooked_and_regularised(model: nn.Module, data: Callable[[int], Tensor]) -> None:
     """A hook that is not linear sees a gradient once, also where a penalty outside the forward has a part in it."""
     counts = [0]
@@ -224,6 +229,7 @@ RIGHT: tuple[Program, ...] = (
     frozen_late,
     hooked,
     hooked_and_regularised,
+    with_states_from_the_start,
     stepped_in_backward,
     hooked_and_failed,
     refused_once,

@@ -214,6 +214,9 @@ class Shard(Tensor):
         return shard_checkpoint.tensor_of(index, self.local, self.spec)
 
 
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
+
+
 class _Listening:
     is_asking = False  # for a node, by an operation that comes by here too
 
@@ -229,15 +232,22 @@ def _listen(args: Iterable[Any]) -> None:
         elif type(arg) is Shard and arg.spec.receive is not None and arg.requires_grad and arg.is_leaf:
             if _Listening.is_asking:
                 return
-            _Listening.is_asking = True
-            try:
-                with enable_reentrant_dispatch():
-                    node: Any = torch.autograd.graph.get_gradient_edge(arg).node
-            finally:
-                _Listening.is_asking = False
-            if _Listening not in node.metadata:
+            node = _accumulation_node(arg)
+            if node is not None and _Listening not in node.metadata:
                 node.metadata[_Listening] = True
                 node.register_prehook(functools.partial(_hand_over, arg.spec.receive))
+
+
+def _accumulation_node(param: Shard) -> Any:
+    """Where autograd brings a parameter's gradient; None inside operations that record nothing, such as `full_like`."""
+    with enable_reentrant_dispatch():
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+            return None
+        _Listening.is_asking = True
+        try:
+            return torch.autograd.graph.get_gradient_edge(param).node
+        finally:
+            _Listening.is_asking = False
 
 
 def _hand_over(receive: Callable[[Tensor], None], grads: tuple[Tensor | None, ...]) -> tuple[None]:
