@@ -1,15 +1,19 @@
-"""Does the forecast order strategies as two CPU ranks do?
+"""Does the forecast order strategies as CPU ranks do?
 
-    python benchmarks/plan_time/cpu_order.py [--rounds 7] [--save benchmarks/plan_time/results/cpu_order.md]
+    python benchmarks/plan_time/cpu_order.py [--ranks 2] [--rounds 7] [--save benchmarks/plan_time/results/cpu_order.md]
 
 The same ranks measure the machine (as `lamina doctor` does), then step the same model under each strategy in turn, so
-that everything sees the same load. Times are the best of the rounds, of the slower rank: other load only adds.
+that everything sees the same load. *Best* is the shortest round, of the slower rank: other load only adds. *CPU* is the
+median of the CPU time of all threads of all ranks, which other load hardly changes; where ranks have a core each it is
+that many times the step, less what they wait for each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import statistics
 import time
 from pathlib import Path
 
@@ -27,7 +31,7 @@ from lamina.planner.workload import Choice, MatrixProduct, UnitWork, Workload
 from lamina.runtime.environment import initialise_distributed
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-WIDTH, HIDDEN, BLOCKS, RANKS = 512, 2048, 6, 2
+WIDTH, HIDDEN, BLOCKS = 512, 2048, 6
 CASES = ((32, 1), (32, 4), (512, 1))  # tokens a rank and micro-batch, micro-batches
 DIFFERENT = 0.05  # times nearer than this have no order
 # Lanes on a CPU are threads of the same cores, so what moves takes its whole time from compute.
@@ -43,7 +47,10 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def work(rounds: int) -> tuple[Measured, dict[tuple[str, int, int], float]]:
+Times = dict[tuple[str, int, int], tuple[float, float]]  # strategy, tokens, micro-batches: best and CPU, ms
+
+
+def work(rounds: int) -> tuple[Measured, Times]:
     """On every rank: the machine's rates, and the time of a step by strategy and case."""
     initialise_distributed()
     torch.set_num_threads(1)
@@ -51,18 +58,23 @@ def work(rounds: int) -> tuple[Measured, dict[tuple[str, int, int], float]]:
     # the model computes in 32 bit: measure such products where the doctor measures 16-bit ones
     rates = measure(CpuBench(dataclasses.replace(CPU_SIZES, products=shapes[:1], product_fp32=shapes[1])))
     steps = {name: stepper(name) for name in STRATEGIES}
-    times: dict[tuple[str, int, int], list[float]] = {}
+    wall_ms: dict[tuple[str, int, int], list[float]] = {}
+    cpu_ms: dict[tuple[str, int, int], list[float]] = {}
     for _ in range(rounds + 2):
         for tokens, count in CASES:
             for name, step in steps.items():
                 dist.barrier()
-                begin = time.perf_counter()
+                begin, cpu = time.perf_counter(), time.process_time()
                 step(tokens, count)
-                times.setdefault((name, tokens, count), []).append((time.perf_counter() - begin) * 1e3)
-    own = torch.tensor([min(values[2:]) for values in times.values()])
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+                wall_ms.setdefault((name, tokens, count), []).append((time.perf_counter() - begin) * 1e3)
+                dist.barrier()  # what a rank still does for the others counts
+                cpu_ms.setdefault((name, tokens, count), []).append((time.process_time() - cpu) * 1e3)
+    best = torch.tensor([min(values[2:]) for values in wall_ms.values()])
+    dist.all_reduce(best, op=dist.ReduceOp.MAX)
+    used = torch.tensor([statistics.median(values[2:]) for values in cpu_ms.values()])
+    dist.all_reduce(used)
     dist.destroy_process_group()
-    return rates, dict(zip(times, own.tolist(), strict=True))
+    return rates, dict(zip(wall_ms, zip(best.tolist(), used.tolist(), strict=True), strict=True))
 
 
 def stepper(strategy: str):
@@ -90,27 +102,37 @@ def workload(tokens: int) -> Workload:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="order of strategies on two CPU ranks")
+    parser = argparse.ArgumentParser(description="order of strategies on CPU ranks")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
-    rates, times = lamina.launch(work, nprocs=RANKS, args=(options.rounds,))
+    load = os.getloadavg()[0]
+    rates, times = lamina.launch(work, nprocs=options.ranks, args=(options.rounds,))
     machine = machine_of(collect_facts(), rates)
-    lines = ["| tokens x micro-batches | strategy | measured, ms | forecast, ms |", "|---|---|---|---|"]
-    right = pairs = 0
+    lines = [f"{options.ranks} ranks, {os.cpu_count()} cores, load {load:.1f} before, {options.rounds} rounds", ""]
+    lines += ["| tokens x micro-batches | strategy | best, ms | CPU, ms | forecast, ms |", "|---|---|---|---|---|"]
+    counts = {"best": [0, 0], "CPU": [0, 0]}
+    wrong: list[str] = []
     for tokens, count in CASES:
         found = {}
         for name in STRATEGIES:
-            choice = Choice(name, RANKS, accumulation=count, compute_bytes=4, wire_bytes=4, sums="exchange")
+            choice = Choice(name, options.ranks, accumulation=count, compute_bytes=4, wire_bytes=4, sums="exchange")
             found[name] = forecast_time(workload(tokens), choice, machine, CPU).total_ms
-            lines.append(f"| {tokens} x {count} | {name} | {times[name, tokens, count]:.1f} | {found[name]:.1f} |")
+            best, cpu = times[name, tokens, count]
+            lines.append(f"| {tokens} x {count} | {name} | {best:.1f} | {cpu:.1f} | {found[name]:.1f} |")
         for i, one in enumerate(STRATEGIES):
             for other in STRATEGIES[:i]:
-                a, b = times[one, tokens, count], times[other, tokens, count]
-                if max(a, b) > (1 + DIFFERENT) * min(a, b):
-                    pairs += 1
-                    right += (a < b) == (found[one] < found[other])
-    lines += ["", f"Of {pairs} pairs that differ by more than {DIFFERENT:.0%}, {right} have the forecast's order."]
+                for which, (kind, tally) in enumerate(counts.items()):
+                    a, b = times[one, tokens, count][which], times[other, tokens, count][which]
+                    if max(a, b) > (1 + DIFFERENT) * min(a, b):
+                        right = (a < b) == (found[one] < found[other])
+                        tally[0] += right
+                        tally[1] += 1
+                        wrong += [] if right else [f"{kind}: {other}/{one} {tokens} x {count}: {b:.0f}/{a:.0f} ms"]
+    for kind, (right, pairs) in counts.items():
+        lines += ["", f"By {kind}: of {pairs} pairs that differ by more than {DIFFERENT:.0%}, {right} as forecast."]
+    lines += ["", f"Not as forecast: {'; '.join(wrong) or 'none'}."]
     report = "\n".join(lines) + "\n"
     print(report)
     if options.save is not None:

@@ -6,9 +6,11 @@ Each way of gpu_step that a forecast can say something about is forecast from wh
 for the machine file of the card that the row was measured on (`--machine`: what `lamina doctor` wrote on such a card):
 
     lamina, lamina-peer     zero3 over two GPUs, by collectives or by copies
-    ...-captured            the same without a host
-    bound                   the same without anything that moves, and without the runtime's host time
+    ...-captured            the same as one CUDA graph: no host, what a kernel costs the device stays
+    bound                   the same without anything that moves, and without the runtime's host time; its optimizer is
+                            torch's, with casts, clipping and copies of its own: bytes counted from gpu_step/run.py
 
+The rows of parts_h200.json are of one GPU (`parts.py`), 3 B among them, of which no value of a machine file was taken.
 No constant is fitted to a row here. `unit_host_ms` of lamina's defaults was set from one row (2048 tokens, marked).
 """
 
@@ -31,8 +33,8 @@ import lamina
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import measure
 from lamina.planner.measure_data import Measured
-from lamina.planner.rates import Reached
-from lamina.planner.time import forecast_time
+from lamina.planner.rates import Rates, Reached
+from lamina.planner.time import LAYING_OUT, OPTIMIZER_BYTES, forecast_time
 from lamina.planner.workload import Choice
 from lamina.train.planned import token_loss
 
@@ -49,6 +51,8 @@ TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
     "num_key_value_heads": 8,
     "tie_word_embeddings": True,
 }
+# bound, bytes an owned element: gradients to fp32 6, their norm 4, clipping 8, AdamW 28, weights to bf16 6
+BOUND_BYTES = 52
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
 
 
@@ -76,26 +80,32 @@ def module_at(path: Path) -> ModuleType:
     return module
 
 
-def without_host(machine: Machine, reached: Reached) -> tuple[Machine, Reached]:
-    return dataclasses.replace(machine, launch_us=1e-3), dataclasses.replace(reached, unit_host_ms=0.0)
-
-
 def forecast(way: str, measured: Measured, machine: Machine, world: int) -> float:
     """ms of a step."""
     reached = Reached()
-    if way.endswith("-captured"):
-        machine, reached = without_host(machine, reached)
     if way.startswith("bound"):
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
         kinds = ("gather", "reduce", "exchange", "sum")
         free = {f"{kind}_bytes_per_s": 1e18 for kind in kinds} | {f"{kind}_latency_us": 1e-6 for kind in kinds}
         machine = dataclasses.replace(machine, interference=0.0, **free)
     transport = "peer" if "peer" in way else "c10d"
-    return forecast_time(measured.workload, Choice("zero3", world, transport=transport), machine, reached).total_ms
+    choice = Choice("zero3", world, transport=transport, captured=way.endswith("-captured"))
+    ms = forecast_time(measured.workload, choice, machine, reached).total_ms
+    if way.startswith("bound"):
+        owned = measured.numel / world
+        differs = owned * (BOUND_BYTES - OPTIMIZER_BYTES) - measured.numel * LAYING_OUT * choice.wire_bytes
+        ms += Rates(machine, reached).memory_ms(differs)
+    return ms
+
+
+def measured_model(size: str, tokens: int) -> Measured:
+    """gpu_step's model of this size, by what it asks for on meta."""
+    with torch.device("meta"):
+        model: nn.Module = module_at(BENCHMARKS / "gpu_step" / "model.py").Model(size)
+    return measure(model, tokens // SEQ, SEQ, precision=lamina.Precision(compute=torch.bfloat16, keep=()))
 
 
 def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
-    gpu_step = module_at(BENCHMARKS / "gpu_step" / "model.py")
     known: dict[int, Measured] = {}
     for path in sorted((BENCHMARKS / "gpu_step" / "results").glob("*.json")):
         data = json.loads(path.read_text())
@@ -104,15 +114,21 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
         size = re.search(r"_(\d+b)_", path.name)
         assert size is not None and size[1] == "1b", f"{path.name}: only rows of 1b have been read so far"
         if tokens not in known:
-            with torch.device("meta"):
-                model: nn.Module = gpu_step.Model(size[1])
-            precision = lamina.Precision(compute=torch.bfloat16, keep=())
-            known[tokens] = measure(model, tokens // SEQ, SEQ, precision=precision)
+            known[tokens] = measured_model(size[1], tokens)
         card = "h200" if "H200" in data["card"] else "h100"
         for row in data["rows"] if card in machines else ():
             if row["way"].removesuffix("-captured") in KNOWN:
                 ms = forecast(row["way"], known[tokens], machines[card], 2)
                 yield Step(path.stem, card, tokens, row["way"], row["ms"], ms)
+
+
+def of_parts(machine: Machine) -> Iterator[Step]:
+    """Steps of one GPU, of 1.27 B and 3 B, once the card is hot."""
+    for row in json.loads((BENCHMARKS / "plan_time" / "results" / "parts_h200.json").read_text())["steps"]:
+        way, size, tokens = row["way"], row["size"], row["tokens"]
+        if way.removesuffix("-captured") in KNOWN:
+            ms = forecast(way, measured_model(size, tokens), machine, 1)
+            yield Step(f"parts_h200, {size}, one GPU", "h200", tokens, way, row["ms"], ms)
 
 
 def of_train(machine: Machine) -> Iterator[Step]:
@@ -131,6 +147,11 @@ def of_train(machine: Machine) -> Iterator[Step]:
         yield Step("train/one_h200", "h200", tokens, f"lamina train, {way}", tokens / rates[len(rates) // 2] * 1e3, ms)
 
 
+def one_gpu(machine: Machine) -> Iterator[Step]:
+    yield from of_parts(machine)
+    yield from of_train(machine)
+
+
 def report(steps: list[Step]) -> str:
     lines = ["| file | tokens a GPU | way | measured, ms | forecast, ms | error |", "|---|---|---|---|---|---|"]
     for s in steps:
@@ -138,7 +159,8 @@ def report(steps: list[Step]) -> str:
         row = f"{s.file} | {s.tokens} | {s.way}{note} | {s.measured_ms:.1f} | {s.forecast_ms:.1f} | {s.error:+.1%}"
         lines.append(f"| {row} |")
     for title, chosen in (
-        ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer")]),
+        ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer") and "one GPU" not in s.file]),
+        ("one GPU, 1.27 B and 3 B", [s for s in steps if "one GPU" in s.file]),
         ("captured", [s for s in steps if s.way.endswith("-captured")]),
         ("bound", [s for s in steps if s.way == "bound"]),
         ("all", steps),
@@ -180,7 +202,7 @@ def main() -> None:
     if options.machine is not None:
         own = load_machine(options.machine)
         machines = {"h200" if "H200" in own.device else "h100": own}
-    text = report([*of_gpu_step(machines), *(of_train(machines["h200"]) if "h200" in machines else ())])
+    text = report([*of_gpu_step(machines), *(one_gpu(machines["h200"]) if "h200" in machines else ())])
     print(text)
     if options.save is not None:
         options.save.write_text(text)

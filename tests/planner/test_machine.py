@@ -35,6 +35,12 @@ def test_text_and_data_are_the_same_thing() -> None:
     assert Machine.parse(machine.text()) == machine
 
 
+def test_a_file_older_than_a_value_is_read() -> None:
+    lines = load_machine("h200").text().splitlines(keepends=True)
+    old = Machine.parse("".join(line for line in lines if not line.startswith("kernel_us")))
+    assert old.kernel_us == 1.0 and old.marks["kernel_us"].mark == "assumed"
+
+
 def test_a_path_and_here_are_machines_too(tmp_path, monkeypatch) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(load_machine("h200").text())
@@ -73,6 +79,13 @@ GOOD = load_machine("h100").text()
         ('launch_us = { value = 10.0, mark = "assumed"', 'launch_us = { value = 10.0, mark = "guess"', "got 'guess'"),
         ("launch_us = { value = 10.0", "launch_us = { value = -10.0", "must be positive"),
         ("launch_us = { value = 10.0", "launch_us = { valve = 6.0", "launch_us is missing"),
+        ("launch_us = { value = 10.0", "launch_us = { value = true", "launch_us is missing"),
+        *(
+            ("launch_us = { value = 10.0", f"launch_us = {{ value = {v}", "must be positive")
+            for v in ("nan", "inf", "1e99")
+        ),
+        ('name = "h100"', "name = 100", "name is a word in quotes; got 100"),
+        ("name =", "matrix_points = 3\nname =", "each begun by"),
     ],
 )
 def test_mistakes_in_a_file_are_named(old: str, new: str, words: str) -> None:
@@ -81,9 +94,27 @@ def test_mistakes_in_a_file_are_named(old: str, new: str, words: str) -> None:
         Machine.parse(GOOD.replace(old, new), "mine.toml")
 
 
-def test_a_wrong_point_is_named() -> None:
-    with pytest.raises(UsageError, match="matrix_points"):
-        Machine.parse(GOOD + "\n[[matrix_points]]\nm = 1\n")
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ("m = 1", "matrix_points is wrong"),
+        ("m = 0\nn = 1\nk = 1\nms = 1.0", "m = 0, wanted a whole number above 0"),
+        ("m = 1\nn = 1\nk = 1\nms = 0.0", "ms = 0.0, wanted a positive number"),
+        ("m = 1\nn = 1\nk = 1\nms = -1.0", "ms = -1.0, wanted"),
+        ('m = "a"\nn = 1\nk = 1\nms = 1.0', "m = 'a', wanted"),
+        ("m = 1.5\nn = 1\nk = 1\nms = 1.0", "m = 1.5, wanted"),
+    ],
+)
+def test_a_wrong_point_is_named(row: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Machine.parse(f"{GOOD}\n[[matrix_points]]\n{row}\n")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"machine file .*mine.toml cannot be read: .*lamina doctor"):
+        load_machine(path)
 
 
 def test_nodes() -> None:

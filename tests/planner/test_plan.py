@@ -195,7 +195,7 @@ def test_command_refuses(words: list[str], said: str, capsys: pytest.CaptureFixt
 def test_what_if_takes_both() -> None:
     assert _what_if("gpus=64, machine=h200", 8, "h100") == [(64, "h200")]
     assert _what_if("machine=h200", 8, "h100") == [(8, "h200")] and _what_if("", 8, "h100") == []
-    for text in ("gpus=0", "gpus=two", "cards=3", "machine="):
+    for text in ("gpus=0", "gpus=two", "cards=3", "machine=", "gpus=64,gpus=8", f"gpus={10**30}"):
         with pytest.raises(UsageError, match="gpus="):
             _what_if(text, 8, "h100")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lamina.core.strategy import Level, resolve
 from lamina.planner.machine import MatrixPoint, load_machine
-from lamina.planner.rates import Rates, Reached, correction, roofline_ms
+from lamina.planner.rates import NETWORK_HOP, Rates, Reached, correction, roofline_ms
 
 H100 = dataclasses.replace(load_machine("h100"), matrix_flops_per_s=500e12, memory_bytes_per_s=2e12)
 LINKS = dataclasses.replace(
@@ -90,10 +90,12 @@ def test_a_gather_over_nodes_is_bound_by_their_cards() -> None:
 
 
 def test_groups_across_nodes_share_the_cards() -> None:
-    """hsdp on two nodes: each rank's group of two has a member on each, four such groups a node."""
+    """hsdp on two nodes: each rank's group of two has a member on each, four such groups a node, no hops inside."""
     replicas = resolve("hsdp", 8, 4).replicas
     assert replicas == Level(2, 4)
-    assert Rates(LINKS, WHOLE).gather_ms(1e8, replicas) == pytest.approx(4 * 0.5e8 / 50e9 * 1e3 + 0.015)
+    assert Rates(LINKS, WHOLE).gather_ms(1e8, replicas) == pytest.approx(
+        4 * 0.5e8 / 50e9 * 1e3 + 0.010 + NETWORK_HOP * 0.005
+    )
 
 
 @given(st.integers(1, 64), st.integers(0, 1 << 30))

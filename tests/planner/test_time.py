@@ -34,8 +34,10 @@ ROUND = dataclasses.replace(
     sum_bytes_per_s=1e11,
     sum_latency_us=0.0,
     launch_us=0.0,
+    kernel_us=0.0,
 )
 MB = 10**6
+LAID_MS = 0.4  # a unit of 100 M elements: gradients of 2 bytes read and written on their way into the buffer
 
 
 def ring(strategy: str | Strategy, world: int, shard_size: int | None = None, **more: Any) -> Choice:
@@ -43,7 +45,7 @@ def ring(strategy: str | Strategy, world: int, shard_size: int | None = None, **
 
 
 def blocks(count: int, numel: int = 100 * MB, memory_bytes: float = 4e9, frozen: bool = False) -> Workload:
-    """Units of nothing but passes over memory: 4 ms forward, 6 ms backward each on ROUND."""
+    """Units of nothing but passes over memory: 4 ms forward, 6 ms and LAID_MS backward each on ROUND."""
     own = {"trainable_numel": 0 if frozen else numel, "frozen_numel": numel if frozen else 0}
     units = tuple(
         UnitWork(
@@ -62,12 +64,12 @@ def test_three_units_by_hand() -> None:
     """200 MB a unit: gathers and reductions of 1 ms over two ranks; the first gather and the last reduction show."""
     found = forecast(blocks(3), ring("zero3", 2))
     optimizer_ms = 3 * 100 * MB / 2 * 34 / 1e12 * 1e3
-    assert found.compute_ms == pytest.approx(30)
+    assert found.compute_ms == pytest.approx(30 + 3 * LAID_MS)
     assert found.gather_ms == pytest.approx(3) and found.reduce_ms == pytest.approx(3)
     assert found.exposed_ms == pytest.approx(2)
     assert found.hidden_share == pytest.approx(4 / 6)
     assert found.optimizer_ms == pytest.approx(optimizer_ms)
-    assert found.total_ms == pytest.approx(32 + optimizer_ms)
+    assert found.total_ms == pytest.approx(32 + 3 * LAID_MS + optimizer_ms)
     assert found.tokens_per_s == pytest.approx(2 * 1000 / found.total_ms * 1e3)
     assert found.spans[0] == Span("gather", "AG0", 0, pytest.approx(1.0))
     assert "67% hidden" in found.text()
@@ -120,7 +122,7 @@ def test_attention_costs_more_backward() -> None:
     )
     machine = dataclasses.replace(ROUND, attention_forward_flops_per_s=2e12, attention_backward_flops_per_s=1e12)
     found = forecast(dataclasses.replace(blocks(1), units=(unit,)), ring("zero3", 1), machine)
-    assert found.compute_ms == pytest.approx(1.0 + 5.0)
+    assert found.compute_ms == pytest.approx(1.0 + 5.0 + LAID_MS)
 
 
 def test_frozen_units_are_cheaper_and_not_reduced() -> None:
@@ -129,9 +131,22 @@ def test_frozen_units_are_cheaper_and_not_reduced() -> None:
 
 
 def test_small_units_wait_for_the_host() -> None:
-    workload = blocks(4, memory_bytes=1e6)
+    workload = blocks(4, numel=1, memory_bytes=1e6)
     found = forecast(workload, ring("zero3", 1), reached=dataclasses.replace(BARE, unit_host_ms=1.0))
     assert found.host_ms == pytest.approx(4 - 4 * 2.5e-3) and found.compute_ms == pytest.approx(4)
+
+
+def test_a_captured_step_waits_for_no_host_but_pays_for_its_kernels() -> None:
+    unit = dataclasses.replace(blocks(1, numel=1, memory_bytes=1e6).units[0], kernel_count=30)
+    counted = dataclasses.replace(unit, backward_memory_bytes=2e6, backward_kernel_count=50)
+    machine = dataclasses.replace(ROUND, launch_us=10.0, kernel_us=2.0)
+    for work, backward_ms in ((unit, 1.5e-3 + 60 * 2e-3), (counted, 2e-3 + 50 * 2e-3)):
+        workload = dataclasses.replace(blocks(1), units=(work,))
+        eager, captured = (
+            forecast(workload, ring("zero3", 1, captured=captured), machine) for captured in (False, True)
+        )
+        assert captured.host_ms == 0 and captured.compute_ms == pytest.approx(1e-3 + 30 * 2e-3 + backward_ms)
+        assert eager.compute_ms == pytest.approx(0.3 + 1.3 * 0.3)  # its launches take longer than its kernels
 
 
 def test_collectives_slow_what_runs_beside_them() -> None:
@@ -139,7 +154,7 @@ def test_collectives_slow_what_runs_beside_them() -> None:
     machine = dataclasses.replace(ROUND, interference=0.5)
     found = forecast(blocks(3), ring("zero3", 2), machine, slowed)
     assert found.stretched_ms == pytest.approx(0.5 * 4)  # all but the first gather and the last reduction
-    assert found.compute_ms == pytest.approx(30 + 2)
+    assert found.compute_ms == pytest.approx(30 + 2 + 3 * LAID_MS)
 
 
 def test_copies_slow_compute_less_and_move_more() -> None:

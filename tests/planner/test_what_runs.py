@@ -86,6 +86,10 @@ def test_what_a_compiler_fuses_moves_less() -> None:
     pass_bytes = 4 * 8 * 4
     assert (unit.forward_memory_bytes, unit.kernel_count) == (8 * pass_bytes, 6)
     assert (unit.fused_memory_bytes, unit.fused_kernel_count) == (6 * pass_bytes, 5)
+    # backward: silu and the two factors 3 passes each, two sums of three gradients of x 3 each; six products
+    assert (unit.backward_memory_bytes, unit.backward_kernel_count) == (15 * pass_bytes, 11)
+    again = measure(blocks, 1, 1, inputs=[torch.zeros(4, 8)], units=[Gated], recompute="full").workload.units[-1]
+    assert (again.backward_memory_bytes, again.backward_kernel_count) == (15 * pass_bytes, 11)
     machine = load_machine("h100")
     plain, fused = (
         forecast_time(measured.workload, Choice(world=1, compiled=compiled), machine, Reached(unit_host_ms=0.0))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -244,6 +247,43 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
     for name in ("missing.json", "other.json"):
         with pytest.raises(UsageError, match="Record one with"):
             load_trace(tmp_path / name)
+
+
+WRITTEN = Recording(
+    "cpu", 1, 2, ("", "layers.0"), (Span(COMPUTE, "FWD1", 1.0, 2.0),), ((0.5, 1 << 20),), (3.0,)
+).to_chrome()
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        (("lamina",), 3),
+        (("lamina", "format"), 99),
+        (("lamina", "rank"), 2),
+        (("lamina", "rank"), "one"),
+        (("lamina", "world"), None),
+        (("lamina", "device"), "tpu"),
+        (("lamina", "units"), 7),
+        (("lamina", "step_ends_ms"), ["soon"]),
+        (("lamina", "step_ends_ms"), [float("nan")]),
+        (("traceEvents",), 3),
+        (("traceEvents",), [3]),
+        (("traceEvents", -2, "cat"), "nowhere"),
+        (("traceEvents", -2, "dur"), "long"),
+        (("traceEvents", -2, "ts"), float("inf")),
+        (("traceEvents", -2, "args"), {}),
+        (("traceEvents", -1, "args"), {"bytes": "many"}),
+    ],
+)
+def test_a_damaged_trace_is_refused(place: tuple[Any, ...], value: object, tmp_path: Path) -> None:
+    damaged = json.loads(json.dumps(WRITTEN))
+    found = functools.reduce(operator.getitem, place[:-1], damaged)
+    (tmp_path / "t.json").write_text(json.dumps(WRITTEN))
+    assert load_trace(tmp_path / "t.json").to_chrome() == WRITTEN
+    found[place[-1]] = value
+    (tmp_path / "t.json").write_text(json.dumps(damaged))
+    with pytest.raises(UsageError, match=r"trace .*t.json.* (Record one with|record it anew)"):
+        load_trace(tmp_path / "t.json")
 
 
 def test_uses_are_cut_where_compute_waits() -> None:

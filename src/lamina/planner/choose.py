@@ -21,6 +21,7 @@ from lamina.planner.time import StepTime, forecast_time
 from lamina.planner.workload import Choice
 
 CLOSE = 0.95  # of the fastest rung's tokens a second: near enough to be taken for its simplicity
+MOST_GPUS = 1 << 20
 RECOMPUTE = ("none", "selective", "full")
 Measures = Callable[[str | int], Measured]  # by recomputation
 
@@ -108,6 +109,8 @@ def choose(
 def check_gpus(gpus: int) -> None:
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise UsageError(f"gpus={gpus!r}: a run needs at least one; type --gpus 1")
+    if gpus > MOST_GPUS:
+        raise UsageError(f"gpus={gpus}: more than any machine has; up to {MOST_GPUS} can be asked for")
 
 
 def _rungs(measured: Measured, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None) -> list[Rung]:

@@ -85,14 +85,15 @@ def report_text(diagnosis: Diagnosis) -> str:
         lines.append(f"  {index}  {device.name}, {device.memory_bytes / 2**30:.1f} GiB, {reach}")
     if not facts.devices:
         lines.append(f"  no GPU: {machine.device}, {facts.memory_bytes / 2**30:.1f} GiB")
-    lines += ["", *_rate_lines(machine), "", *_link_lines(diagnosis)]
+    lines += ["", *_rate_lines(diagnosis), "", *_link_lines(diagnosis)]
     lines += ["", "Warnings" if diagnosis.warnings else "No warnings."]
     for warning in diagnosis.warnings:
         lines += [f"  ! {warning.what}", f"    cure: {warning.cure}"]
     return "\n".join(lines)
 
 
-def _rate_lines(machine: Machine) -> list[str]:
+def _rate_lines(diagnosis: Diagnosis) -> list[str]:
+    machine = diagnosis.machine
     lines = ["Rates, one device", "  product (m, n, k)        bits       ms   TFLOP/s"]
     for p in machine.matrix_points:
         shape = f"{p.m} x {p.n} x {p.k}"
@@ -102,7 +103,8 @@ def _rate_lines(machine: Machine) -> list[str]:
         f"  attention, causal        forward {machine.attention_forward_flops_per_s / 1e12:.3g} TFLOP/s, "
         f"backward {machine.attention_backward_flops_per_s / 1e12:.3g}",
         f"  memory                   {machine.memory_bytes_per_s / 1e9:.0f} GB/s",
-        f"  host time of a launch    {machine.launch_us:.1f} us",
+        f"  host time of a launch    {machine.launch_us:.1f} us; an empty kernel on the device {machine.kernel_us:.2f}",
+        *([f"  while busy as in a step  {diagnosis.measured.clock}"] if diagnosis.measured.clock else []),
     ]
     return lines
 

@@ -39,6 +39,7 @@ def machine_of(facts: Facts, measured: Measured) -> Machine:
     """The machine file of what was found."""
     name = facts.devices[0].name if facts.devices else f"CPU, {facts.cpus} cores"
     source = f"lamina doctor, {_today()}, {max(measured.ranks, 1)} x {name}, torch {facts.torch}"
+    source += f", at {measured.clock} as in a step" if measured.clock else ""
     values = _measured_values(facts, measured)
     marks = {key: Mark("measured", source) for key in values}
     known = known_machine(name)
@@ -87,6 +88,7 @@ def _measured_values(facts: Facts, measured: Measured) -> dict[str, float]:
         "attention_backward_flops_per_s": measured.attention_backward_flops_per_s,
         "memory_bytes_per_s": rate,
         "launch_us": measured.launch_us,
+        "kernel_us": measured.kernel_us,
     }
     if measured.fixed_bytes:
         values["fixed_bytes"] = measured.fixed_bytes

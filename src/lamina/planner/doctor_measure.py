@@ -2,7 +2,8 @@
 
 One interface, `Bench`, hides how time is taken and which sizes make sense; a GPU and a CPU differ in nothing else, so
 that the tests run the same code as a GPU does. Each measurement is short (a few repeats, the fastest of three groups):
-a planner needs rates to a few per cent, not records.
+a planner needs rates to a few per cent, not records. Products and attention are timed on a busy device
+(doctor_load.py).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lamina.core.strategy import resolve
+from lamina.planner.doctor_load import Load, busy_ms, clock_of, kernel_us
 from lamina.planner.machine import CollectivePoint, MatrixPoint
 from lamina.planner.memory import communicators
 
 GROUPS = 3  # repeats of a measurement; the fastest counts
+LEAST_REPEATS = 4  # times as many where the device is busy: what begins behind other work must not be short
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Measured:
     fixed_bytes: int
     communicator_bytes: int  # of one of a sharded model's
     transports: dict[str, str] = field(default_factory=dict)  # name -> why it does not work, or ""
+    kernel_us: float = 0.0
+    clock: str = ""  # under which products and attention were timed
 
 
 class Bench(abc.ABC):
@@ -94,6 +99,18 @@ class Bench(abc.ABC):
     @abc.abstractmethod
     def time_ms(self, call: Callable[[], object], repeats: int) -> float:
         """Mean time of `call` in the fastest of a few groups of `repeats`, after one call that does not count."""
+
+    @abc.abstractmethod
+    def busy_ms(self, call: Callable[[], object], repeats: int) -> float:
+        """The same on a device that is as busy as in a training step: at the clock that it holds there."""
+
+    @abc.abstractmethod
+    def clock(self) -> str:
+        """That clock, in words; "" where nobody knows."""
+
+    @abc.abstractmethod
+    def kernel_us(self) -> float:
+        """What an operation costs the device beside its work; 0 where the host does that work."""
 
     @abc.abstractmethod
     def used_bytes(self) -> int:
@@ -121,6 +138,15 @@ class CpuBench(Bench):
                 call()
             best = min(best, (time.perf_counter() - begin) / repeats)
         return best * 1e3
+
+    def busy_ms(self, call: Callable[[], object], repeats: int) -> float:
+        return self.time_ms(call, repeats)
+
+    def clock(self) -> str:
+        return ""
+
+    def kernel_us(self) -> float:
+        return 0.0
 
     def used_bytes(self) -> int:
         return 0
@@ -150,6 +176,19 @@ class CudaBench(Bench):
             torch.cuda.synchronize()
             best = min(best, begin.elapsed_time(end) / repeats)
         return best
+
+    @functools.cached_property
+    def _load(self) -> Load:
+        return Load(self.device)
+
+    def busy_ms(self, call: Callable[[], object], repeats: int) -> float:
+        return busy_ms(self._load, call, LEAST_REPEATS * repeats, GROUPS)
+
+    def clock(self) -> str:
+        return clock_of(self._load)
+
+    def kernel_us(self) -> float:
+        return kernel_us(self.device)
 
     def used_bytes(self) -> int:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
@@ -186,6 +225,7 @@ def measure(bench: Bench) -> Measured:
     products = tuple(_product(bench, shape, torch.bfloat16) for shape in bench.sizes.products)
     products += (_product(bench, bench.sizes.product_fp32, torch.float32),)
     forward, backward = _attention(bench)
+    kernel, clock = bench.kernel_us(), bench.clock()
     collectives: tuple[CollectivePoint, ...] = ()
     interference, transports = 0.0, {}
     fixed_bytes, communicator_bytes = bench.used_bytes(), 0  # libraries are loaded, nobody has met
@@ -211,6 +251,8 @@ def measure(bench: Bench) -> Measured:
         fixed_bytes,
         communicator_bytes,
         transports,
+        kernel,
+        clock,
     )
 
 
@@ -218,7 +260,7 @@ def _product(bench: Bench, shape: tuple[int, int, int], dtype: torch.dtype) -> M
     m, n, k = shape
     a = torch.randn(m, k, device=bench.device, dtype=dtype)
     b = torch.randn(n, k, device=bench.device, dtype=dtype)
-    ms = bench.time_ms(lambda: nn.functional.linear(a, b), bench.sizes.repeats)
+    ms = bench.busy_ms(lambda: nn.functional.linear(a, b), bench.sizes.repeats)
     return MatrixPoint(m, n, k, ms, dtype.itemsize)
 
 
@@ -238,8 +280,8 @@ def _attention(bench: Bench) -> tuple[float, float]:
         torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), grad)
 
     with torch.no_grad():
-        forward_ms = bench.time_ms(lambda: attend(q, k, v, is_causal=True), bench.sizes.repeats)
-    backward_ms = max(bench.time_ms(both, bench.sizes.repeats) - forward_ms, forward_ms)
+        forward_ms = bench.busy_ms(lambda: attend(q, k, v, is_causal=True), bench.sizes.repeats)
+    backward_ms = max(bench.busy_ms(both, bench.sizes.repeats) - forward_ms, forward_ms)
     flops = 2.0 * batch * heads * length * length * width  # two products, half of each
     return flops / forward_ms * 1e3, 2.5 * flops / backward_ms * 1e3
 

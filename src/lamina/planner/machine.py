@@ -75,6 +75,7 @@ class Machine:
     attention_backward_flops_per_s: float
     memory_bytes_per_s: float
     launch_us: float  # host time of one kernel from eager Python
+    kernel_us: float  # device time of a kernel that does nothing, behind another: what each costs beside its work
     gather_bytes_per_s: float
     gather_latency_us: float
     reduce_bytes_per_s: float  # reduce-scatter
@@ -116,7 +117,10 @@ class Machine:
         gpus = data.get("gpus_per_node")
         if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
             raise UsageError(f"{origin}: gpus_per_node must be a number of devices, at least 1; got {gpus!r}")
-        given: dict[str, Any] = {key: str(data.get(key, "unnamed")) for key in ("name", "device")}
+        given: dict[str, Any] = {key: data.get(key, "unnamed") for key in ("name", "device")}
+        for key, word in given.items():
+            if not isinstance(word, str):
+                raise UsageError(f"{origin}: {key} is a word in quotes; got {word!r}")
         given |= {table: _points(data, table, kind, origin) for table, kind in POINTS.items()} | values
         return cls(gpus_per_node=gpus, marks=marks, **given)
 
@@ -131,7 +135,18 @@ class Machine:
 
 POINTS: dict[str, Any] = {"matrix_points": MatrixPoint, "collective_points": CollectivePoint}
 VALUES = tuple(f.name for f in fields(Machine) if f.type == "float")
-MAY_BE_ZERO = ("network_bytes_per_s", "network_latency_us", "fixed_bytes", "communicator_bytes", "interference")
+MOST = 1e20  # of any value: no unit here needs more
+MAY_BE_ZERO = (
+    "network_bytes_per_s",
+    "network_latency_us",
+    "fixed_bytes",
+    "communicator_bytes",
+    "interference",
+    "kernel_us",
+)
+LATER = {
+    "kernel_us": (1.0, Mark("assumed", "as on H200: this file is older than the value"))
+}  # values that files may lack
 
 
 def _values(data: Mapping[str, Any], origin: str) -> tuple[dict[str, float], dict[str, Mark]]:
@@ -146,13 +161,17 @@ def _values(data: Mapping[str, Any], origin: str) -> tuple[dict[str, float], dic
     values, marks = {}, {}
     for name in VALUES:
         entry = table.get(name)
-        if not isinstance(entry, dict) or not isinstance(entry.get("value"), (int, float)):
+        if entry is None and name in LATER:
+            values[name], marks[name] = LATER[name]
+            continue
+        given = entry.get("value") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or not isinstance(given, (int, float)) or isinstance(given, bool):
             raise UsageError(
                 f'{origin}: {name} is missing; type {name} = {{ value = 1.0, mark = "assumed", source = ""}}'
             )
         value, mark = float(entry["value"]), entry.get("mark")
-        if not value >= 0 or (value == 0 and name not in MAY_BE_ZERO):
-            raise UsageError(f"{origin}: {name} must be positive, got {value}")
+        if not 0 <= value <= MOST or (value == 0 and name not in MAY_BE_ZERO):
+            raise UsageError(f"{origin}: {name} must be positive and below {MOST:.0e}, got {value}")
         if mark not in MARKS:
             raise UsageError(f"{origin}: {name} must be marked as one of {', '.join(MARKS)}; got {mark!r}")
         values[name], marks[name] = value, Mark(mark, str(entry.get("source", "")))
@@ -160,10 +179,25 @@ def _values(data: Mapping[str, Any], origin: str) -> tuple[dict[str, float], dic
 
 
 def _points(data: Mapping[str, Any], table: str, kind: Any, origin: str) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(**row) for row in data.get(table, ()))
-    except TypeError as problem:
-        raise UsageError(f"{origin}: a row of {table} is wrong: {problem}") from None
+    rows = data.get(table, [])
+    if not isinstance(rows, list):
+        raise UsageError(f"{origin}: {table} is a list of tables, each begun by [[{table}]]; got {rows!r}")
+    found = []
+    for row in rows:
+        try:
+            point = kind(**row)
+        except TypeError as problem:
+            raise UsageError(f"{origin}: a row of {table} is wrong: {problem}") from None
+        for f in fields(point):
+            value, kinds = getattr(point, f.name), {"int": (int,), "float": (int, float), "str": (str,)}[str(f.type)]
+            if type(value) not in kinds or (str not in kinds and not 0 < value <= MOST):
+                wanted = (
+                    "a word" if str in kinds else "a positive number" if float in kinds else "a whole number above 0"
+                )
+                said = f"{f.name} = {value!r}, wanted {wanted}. `lamina doctor` writes such rows"
+                raise UsageError(f"{origin}: a row of {table} is wrong: {said}")
+        found.append(point)
+    return tuple(found)
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -186,7 +220,11 @@ def load_machine(name_or_path: str | Path) -> Machine:
         path = Path(text)
         if not path.is_file():
             raise UsageError(_unknown(text))
-    return Machine.parse(path.read_text(encoding="utf-8"), str(path) if path.parent != SHIPPED else text)
+    try:
+        written = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"machine file {path} cannot be read: {problem}. `lamina doctor` writes one") from None
+    return Machine.parse(written, str(path) if path.parent != SHIPPED else text)
 
 
 def _unknown(text: str) -> str:

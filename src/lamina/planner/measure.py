@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lamina.errors import UsageError
+from lamina.errors import LaminaError, UsageError
+from lamina.planner import cannot_run
 from lamina.planner.chunked import ChunkedLoss
 from lamina.planner.fusion import FusedCount
 from lamina.planner.measure_data import Event, Happens, Measured, Moment
 from lamina.planner.meta_run import KernelsOf, LiveBytes, id_of, on_meta, tensors_in
-from lamina.planner.products import MATRIX, ProductCount, product_of
+from lamina.planner.products import MATRIX, PRODUCTS, WRITING_PRODUCTS, ProductCount, product_of
 from lamina.planner.state import UnitShape
+from lamina.planner.traffic import moved_bytes, runs_no_kernel
 from lamina.planner.workload import UnitWork, Workload
 from lamina.runtime.precision import (
     Precision,
@@ -39,8 +41,6 @@ from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.units import UnitPlan, plan_units
 
 _aten: Any = torch.ops.aten
-GROUPED = "grouped_mm"  # of transformers: all experts in one product, and no look at who takes which
-NO_VALUES = ("meta tensor", "nonzero", "data-independent", "data-dependent")  # what torch says where one is read
 Loss = Callable[[nn.Module, Mapping[str, Tensor] | Sequence[Tensor]], Tensor]
 
 
@@ -86,8 +86,11 @@ def measure(
     watch = _Watch(copied, plans, kind)
     try:
         watch.run(given, loss or default_loss)
-    except (NotImplementedError, RuntimeError, TypeError, AttributeError, ValueError) as problem:
-        raise UsageError(_cannot_run(copied, watch.deepest, problem, given)) from problem
+    except LaminaError:
+        raise
+    except Exception as problem:  # the model's own code runs here: it may raise whatever it likes
+        place = (watch.place, watch.is_backward)
+        raise UsageError(cannot_run.why(copied, *place, problem, given)) from problem
     works = tuple(watch.work_of(i, plan, shape) for i, (plan, shape) in enumerate(zip(plans, shapes, strict=True)))
     if isinstance(loss, ChunkedLoss):
         held = {f"{loss.head}.{name}" for name, _ in copied.get_submodule(loss.head).named_parameters()}
@@ -119,7 +122,9 @@ def default_loss(model: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tenso
         return own
     output = getattr(result, "logits", None)
     if output is None:
-        output = result if isinstance(result, Tensor) else next(tensors_in(result))
+        output = result if isinstance(result, Tensor) else next(tensors_in(result), None)
+    if not isinstance(output, Tensor):
+        raise UsageError(cannot_run.no_loss(type(model).__name__, result))
     if output.dim() < 2:
         return output.sum()
     rows = output.flatten(0, -2)
@@ -173,29 +178,13 @@ def _moved(inputs: Any) -> Any:
     return [v.detach().to("meta") if isinstance(v, Tensor) else v for v in inputs]
 
 
-def _cannot_run(model: nn.Module, where: str, problem: Exception, given: Any) -> str:
-    first = (str(problem).strip().splitlines() or [type(problem).__name__])[0].rstrip(".")[:200]
-    name, place = type(model).__name__, f"in `{where}` or just behind it" if where else "in its forward"
-    said = f"{place}: {type(problem).__name__}: {first}"
-    if any(words in str(problem) for words in NO_VALUES):
-        return (
-            f"{name} cannot run without values: {said}. What reads values (.item(), nonzero, a branch on a tensor) has "
-            "none here. Plan the parts that run: lamina.plan(model.blocks[0], batch=..., seq=..., inputs=...)"
-            + (f"; experts run as experts_implementation={GROUPED!r}" if "expert" in where else "")
-        )
-    named = given.items() if isinstance(given, Mapping) else enumerate(given)
-    shapes = ", ".join(f"{k} {str(v.dtype)[6:]} {list(v.shape)}" for k, v in named if isinstance(v, Tensor))
-    return (
-        f"{name} does not run on the inputs of this plan ({shapes or 'none'}), {said}. A model that takes something "
-        "else than tokens is given it in Python: lamina.plan(model, gpus, batch=..., seq=..., inputs={'x': tensor})"
-    )
-
-
 @dataclass
 class _UnitCount:
     products: ProductCount = field(default_factory=ProductCount)
     memory_bytes: int = 0
     kernels: int = 0
+    backward_bytes: int = 0  # of everything that is no product
+    backward_kernels: int = 0
     fused: FusedCount = field(default_factory=FusedCount)
     saved_bytes: int = 0
     output_bytes: int = 0
@@ -215,6 +204,7 @@ class _Watch(LiveBytes):
         self.deepest = ""  # the module that was entered last, for messages
         roots = [i for i, p in enumerate(plans) if "" in p.modules]
         self._open = roots[:1] or [0]
+        self._behind = self._open[0]  # the unit whose backward runs
         self._label, self._forward = "forward " + plans[self._open[0]].title, True
         self._reduced: list[int] = []
         self._previous: list[Tensor] = []  # gradients that the last reduction is copying
@@ -229,18 +219,33 @@ class _Watch(LiveBytes):
         self._register()
         with KernelsOf(self.kind_of_device), torch.device("meta"), self:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed):
-                value = loss(self.model, inputs)
+                value: object = loss(self.model, inputs)
+            if not isinstance(value, Tensor):
+                raise UsageError(f"loss= returned {type(value).__name__}, wanted a tensor")
             self._saved.clear()
             self._forward = False
             self._border("backward loss")
             if value.requires_grad:
                 run_backward(value)
+            elif any(count.missing for count in self.counts):
+                raise UsageError(cannot_run.no_gradient(type(self.model).__name__))
             del value
             for index in self._late:
                 if self.counts[index].held:
                     self._reduce(index)
             self._border("end")
         self._previous.clear()
+
+    @property
+    def is_backward(self) -> bool:
+        return not self._forward
+
+    @property
+    def place(self) -> str:
+        """Where the run is, for messages; empty where no unit has begun."""
+        if self.is_backward:
+            return "" if self._label == "backward loss" else self.plans[self._behind].title
+        return self.deepest
 
     @property
     def kind_of_device(self) -> str:
@@ -256,6 +261,8 @@ class _Watch(LiveBytes):
             forward_products=count.products.result(),
             forward_memory_bytes=float(count.memory_bytes),
             kernel_count=count.kernels,
+            backward_memory_bytes=float(count.backward_bytes),
+            backward_kernel_count=count.backward_kernels,
             fused_memory_bytes=float(count.fused.memory_bytes),
             fused_kernel_count=count.fused.kernels,
             encloses=shape.encloses,
@@ -268,12 +275,16 @@ class _Watch(LiveBytes):
     # ---- counting ----------------------------------------------------------------------------------------------
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, made: bool) -> None:
-        writes = func._schema.name.endswith("_")
+        writes = func._schema.is_mutable and func.overloadpacket not in WRITING_PRODUCTS
         if made and not self._forward and func is _aten.add.Tensor and not torch.is_grad_enabled():
             self.note_sum(args[0], result)  # autograd's own: what runs forward again has gradients on
         if func in MATRIX:
             self.events.append(Event(Happens.PRODUCT, int(not self._forward)))
-        if not self._forward or not (made or writes):
+        if not (made or writes) or runs_no_kernel(func):
+            return
+        if not self._forward:
+            if not torch.is_grad_enabled():  # what runs forward again is counted by the time of a forward
+                self._saw_backward(func, args, kwargs, result)
             return
         count = self.counts[self._open[-1]]
         count.kernels += 1
@@ -282,7 +293,13 @@ class _Watch(LiveBytes):
         if product is not None:
             count.products.add(product)
         else:
-            count.memory_bytes += sum(t.nbytes for t in tensors_in((args, kwargs, result)))
+            count.memory_bytes += moved_bytes(func, args, kwargs, result)
+
+    def _saw_backward(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        count = self.counts[self._behind]
+        count.backward_kernels += 1
+        if func not in PRODUCTS:
+            count.backward_bytes += moved_bytes(func, args, kwargs, result)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = id_of(tensor)
@@ -332,6 +349,10 @@ class _Watch(LiveBytes):
     def _leaving(self, index: int) -> Callable[..., None]:
         title = self.plans[index].title
 
+        def begin(gradients: Any) -> None:
+            self._behind = index
+            self._border(f"backward {title}")
+
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._open.pop()
             outputs = list(tensors_in(output))
@@ -339,7 +360,7 @@ class _Watch(LiveBytes):
             self.counts[index].output_bytes += sum(t.nbytes for t in outputs)
             for tensor in outputs:
                 if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda gradients: self._border(f"backward {title}"))
+                    tensor.grad_fn.register_prehook(begin)
 
         return leave
 

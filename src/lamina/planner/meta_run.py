@@ -41,8 +41,17 @@ FLASH = frozenset(
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy whose parameters, buffers and other tensors lie on meta; ties stay ties. No memory is taken."""
+    """A copy whose parameters, buffers and other tensors lie on meta; ties stay ties. No memory is taken.
+
+    Raises `UsageError` for lazy parameters, modules of torch.jit, and attributes that cannot be copied.
+    """
     memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"`{name}` of this {type(model).__name__}" if name else "this model"
+            raise UsageError(
+                f"{what} is compiled by torch.jit, and cannot be looked into: give the module it was made of"
+            )
     for name, param in model.named_parameters():
         if is_lazy(param):
             raise UsageError(f"{name} of this {type(model).__name__} is lazy and has no shape yet: run the model once")
@@ -51,7 +60,28 @@ def on_meta(model: nn.Module) -> nn.Module:
         for value in [*module._buffers.values(), *vars(module).values()]:
             if isinstance(value, Tensor) and id(value) not in memo:
                 memo[id(value)] = value.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as problem:  # whatever an attribute of the model's own raises
+        culprit = _not_copied(model, memo)
+        raise UsageError(
+            f"{type(model).__name__} cannot be copied to be tried without memory: {culprit}{type(problem).__name__}: "
+            f"{str(problem).splitlines()[0] if str(problem) else 'no words'}. Set it after planning, or give the "
+            "class a __deepcopy__"
+        ) from None
+
+
+def _not_copied(model: nn.Module, memo: dict[int, Any]) -> str:
+    """The attribute that a copy of the model fails at; empty if it is none of a module's own."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                return f"`{prefix}.{name}`: " if prefix else f"`{name}`: "
+    return ""
 
 
 class KernelsOf(TorchFunctionMode):
@@ -125,18 +155,18 @@ def _is_among(values: Tensor, element: Any) -> bool:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What the GPU's kernel for rms_norm takes and saves; on meta, torch would take it apart."""
+    """What the GPU's kernel for rms_norm takes, moves and saves; on meta, torch would take it apart."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
         scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
         ctx.save_for_backward(input, weight, scale)
-        return torch.empty_like(input)
+        return torch.neg(input)  # one pass to read, one to write
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), torch.empty_like(weight)
+        return torch.mul(gradients[0], input), gradients[0].flatten(0, -2).sum(0).to(weight.dtype)
 
 
 class LiveBytes(TorchDispatchMode):

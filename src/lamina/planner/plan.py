@@ -34,6 +34,10 @@ CHUNKED = (
 COMPILED = (
     "compiled: each unit's elementwise kernels count as fused; memory is that of the step without it, which takes more"
 )
+CAPTURED = (
+    "captured: as one CUDA graph, by lamina.capture, so that nothing waits for the host; memory is that of the eager",
+    "step, and a graph's own pool takes more",
+)
 MOST_ROWS = 6  # moments of a step that are shown
 
 
@@ -129,6 +133,7 @@ class Plan:
         lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
         if self.taken.choice.compiled:
             lines.append(f"  {COMPILED}")
+        lines += [f"  {text}" for text in CAPTURED] if self.taken.choice.captured else []
         if self.taken.choice.chunked_loss:
             lines += [f"  {text}" for text in CHUNKED]
         if self.decision.gains:
@@ -151,6 +156,7 @@ def plan(
     slots: int = 3,
     accumulation: int = 1,
     compile: bool = False,
+    capture: bool = False,
     inputs: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
     loss: Loss | None = None,
     name: str | None = None,
@@ -167,6 +173,7 @@ def plan(
         precision, units, slots: as in `lamina.shard`.
         accumulation: micro-batches of a step.
         compile: elementwise kernels of each unit are fused. Counts in the time; memory is that of the step without it.
+        capture: the step is one CUDA graph (`lamina.capture`), on GPUs. Counts in the time, as `compile` does.
         inputs: of the forward; None: token numbers.
         loss: of the model and its inputs; None: the model's own, or cross entropy of its logits.
 
@@ -179,6 +186,8 @@ def plan(
     where = machine if isinstance(machine, Machine) else load_machine(machine)
     limit = parse_bytes(budget)
     kind = "cpu" if where.is_cpu else "cuda"
+    if capture and where.is_cpu:
+        raise UsageError(f"capture=True: {where.name} ({where.device}) has no CUDA graphs; leave it out")
 
     def run(recompute: str | int, its_loss: Loss | None) -> Measured:
         return measure(
@@ -213,6 +222,7 @@ def plan(
     template = Choice(
         accumulation=accumulation,
         compiled=compile,
+        captured=capture,
         slots=slots,
         compute_bytes=compute.itemsize,
         wire_bytes=compute.itemsize,

@@ -20,9 +20,19 @@ _aten: Any = torch.ops.aten
 # Those that write into a given tensor are left out: a forward that computes gradients early (train/chunked_loss.py) is
 # counted as one that does not, backward being twice its forward.
 MATRIX = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}  # first factor
-
+WRITING_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 GROUPED = _aten._grouped_mm.default
+PRODUCTS = {  # forward's and backward's, with attention's
+    *MATRIX,
+    *FLASH,
+    GROUPED,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+    _aten._scaled_dot_product_flash_attention_backward.default,
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
 
 
 class ProductCount:

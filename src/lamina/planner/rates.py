@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from lamina.core.strategy import Level
 from lamina.planner.machine import Machine, MatrixPoint
 
+# Share of the network itself in what a ring takes from node to node; the rest are the links inside a node, one for each
+# further member of the group there. NCCL's own cost model (src/graph/tuning.cc, ring, LL128): 4.0 us and seven of 1.9
+NETWORK_HOP = 0.25
 NEAR = 0.25  # squared distance in octaves at which a measured shape speaks for half of what it could
 
 
@@ -87,6 +90,10 @@ class Rates:
     def launch_ms(self, kernels: float) -> float:
         return kernels * self.machine.launch_us / 1e3
 
+    def kernels_ms(self, kernels: float) -> float:
+        """On the device, of so many that do nothing, one behind the other."""
+        return kernels * self.machine.kernel_us / 1e3
+
     def gather_ms(self, size_bytes: float, level: Level) -> float:
         """All ranks of the level end with `size_bytes`."""
         return self.gather(size_bytes, level).ms
@@ -147,7 +154,8 @@ class Rates:
             hops = nodes - 1  # NCCL's ring passes every node in turn
             if is_tree:  # sums go up and down its trees where that is shorter; gathers and reduce-scatters know none
                 hops = min(hops, 2 * math.ceil(math.log2(nodes)))
-            hops_us = self.machine.network_latency_us * hops
+            within = (inside - 1) / (gpus - 1) if gpus > 1 else 1.0
+            hops_us = self.machine.network_latency_us * hops * (NETWORK_HOP + (1 - NETWORK_HOP) * within)
         ms = max(bus_s, network_s) * 1e3 + (latency_us + hops_us) / 1e3
         return Move(ms, bus_s * 1e3, network_s * 1e3)
 

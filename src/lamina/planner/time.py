@@ -29,9 +29,12 @@ from lamina.planner.timeline import LANES, Loads, Schedule, Span
 from lamina.planner.workload import Choice, UnitWork, Workload
 
 ATTENTION_BACKWARD = 2.5  # operations of attention's backward over its forward's: scores are formed again
-BACKWARD_MEMORY = 1.5  # bytes of backward's elementwise kernels over forward's: sums 1, norms and GELU 1.5, products 2
+BACKWARD_MEMORY = 1.5  # bytes of backward's elementwise kernels over forward's where nobody counted them: sums 1, norms
+# and GELU 1.5, products 2
 HOST_OF_FORWARD = 0.4  # share of the runtime's host time for a unit that comes in its forward
+BACKWARD_KERNELS = 2.0  # number of backward's kernels over forward's where nobody counted them
 BACKWARD_LAUNCHES = 1.3  # host time of backward's kernels over forward's: twice as many, launched from C++
+LAYING_OUT = 2.0  # times a unit's gradients are moved, on their way into the buffer that is reduced: read and written
 COPY_INTERFERENCE = 0.55  # over that of NCCL: beside 4.7 ms of copies ten products took 1.05 times as long, beside
 # 7.0 ms of all-gathers of the same bytes 1.14 times (2 x H200)
 OPTIMIZER_BYTES = 34  # per owned element: master, gradient and two moments read; three of them and the copy written;
@@ -141,7 +144,8 @@ def unit_times(units: Sequence[UnitWork], choice: Choice, factors: Factors, rate
     for unit in units:
         again = _recomputed(unit, choice)
         numel = (unit.trainable_numel, unit.frozen_numel)
-        kind = (unit.forward_products, unit.forward_memory_bytes, unit.kernel_count, numel, again)
+        moved = (unit.forward_memory_bytes, unit.backward_memory_bytes, unit.fused_memory_bytes)
+        kind = (unit.forward_products, moved, unit.kernel_count, unit.backward_kernel_count, numel, again)
         if kind not in known:
             known[kind] = _times_of(unit, again, choice, factors, rates)
         found.append(known[kind])
@@ -163,15 +167,22 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
     if choice.compiled and not unit.encloses and unit.fused_memory_bytes is not None:
         memory_bytes, kernels = unit.fused_memory_bytes, unit.fused_kernel_count or 0
     memory_ms = rates.memory_ms(memory_bytes)
-    forward_ms = products_ms + attention_ms + memory_ms
+    forward_ms = products_ms + attention_ms + memory_ms + rates.kernels_ms(kernels)
     launches_ms, ours_ms = rates.launch_ms(kernels), rates.reached.unit_host_ms
     host_ms = launches_ms + HOST_OF_FORWARD * ours_ms
     weights = 2.0 if unit.trainable_numel else 1.0  # gradients of inputs, and of weights
-    backward_ms = weights * products_ms + backward_attention_ms + BACKWARD_MEMORY * memory_ms
+    backward_bytes, backward_kernels = BACKWARD_MEMORY * memory_bytes, BACKWARD_KERNELS * kernels
+    if unit.backward_memory_bytes is not None and memory_bytes == unit.forward_memory_bytes:
+        backward_bytes, backward_kernels = unit.backward_memory_bytes, float(unit.backward_kernel_count or 0)
+    backward_bytes += LAYING_OUT * unit.trainable_numel * choice.wire_bytes
+    backward_ms = weights * products_ms + backward_attention_ms
+    backward_ms += rates.memory_ms(backward_bytes) + rates.kernels_ms(backward_kernels)
     backward_host_ms = BACKWARD_LAUNCHES * launches_ms + (1 - HOST_OF_FORWARD) * ours_ms
     if again != "none":  # "selective" keeps products and attention
         backward_ms += forward_ms if again == "full" else memory_ms
         backward_host_ms += launches_ms
+    if choice.captured:
+        host_ms = backward_host_ms = 0.0
     size_bytes = (unit.trainable_numel + unit.frozen_numel) * choice.compute_bytes
     return UnitTimes(
         forward_ms,

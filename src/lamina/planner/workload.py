@@ -47,6 +47,8 @@ class UnitWork:
     output_bytes: int = 0
     fused_memory_bytes: float | None = None  # the same two where the unit is compiled; None: nobody counted
     fused_kernel_count: int | None = None
+    backward_memory_bytes: float | None = None  # bytes and launches of backward, products' left out; None: not counted
+    backward_kernel_count: int | None = None
     holds_head: bool = False  # the output layer, which a loss in chunks computes again in backward
 
 
@@ -83,5 +85,6 @@ class Choice:
     sums: str = "auto"
     transport: str = "c10d"  # or "peer": one-sided copies inside a node
     compiled: bool = False  # each unit but the root by itself
+    captured: bool = False  # the step is one CUDA graph (lamina.capture): the device never waits for the host
     chunked_loss: bool = False  # output layer and loss a few tokens at a time, and again in backward
     optimizer: str = "adamw"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
+import operator
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +24,7 @@ from lamina.planner.timeline import COMPUTE, GATHER, LANES, REDUCE, Span, busy_m
 
 WAIT, OPTIMIZER, EVALUATION = "wait ", "optimizer", "evaluation"
 FORMAT = 1
+AGAIN = "Record one with `lamina train --trace` or lamina.trace()"
 NEIGHBOURS = 4  # waits inside waits: how many may have begun before a span and still reach into it
 
 
@@ -164,15 +167,40 @@ def load_trace(path: str | os.PathLike[str]) -> Recording:
         events = read["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as problem:
         what = problem.strerror if isinstance(problem, OSError) else "lamina.trace did not write this file"
-        raise UsageError(f"trace {path}: {what}. Record one with `lamina train --trace` or lamina.trace()") from None
-    if ours["format"] != FORMAT:
-        raise UsageError(f"trace {path} has format {ours['format']}, this lamina reads {FORMAT}: record it anew")
+        raise UsageError(f"trace {path}: {what}. {AGAIN}") from None
+    if not isinstance(ours, dict) or not isinstance(events, list):
+        raise UsageError(f"trace {path}: lamina.trace did not write this file. {AGAIN}")
+    if ours.get("format") != FORMAT:
+        raise UsageError(f"trace {path} has format {ours.get('format')}, this lamina reads {FORMAT}: record it anew")
+    try:
+        return _read(ours, events)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        what = f"{type(problem).__name__}: {problem}"
+        raise UsageError(f"trace {path} is damaged ({what}). {AGAIN}") from None
+
+
+def _read(ours: dict[str, Any], events: list[Any]) -> Recording:
+    """What `to_chrome` wrote. Raises whatever a damaged file leads to."""
     spans = [
-        Span(e["cat"], e["args"]["step"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3) for e in events if e["ph"] == "X"
+        Span(LANES[LANES.index(e["cat"])], str(e["args"]["step"]), *_bounds_ms(e)) for e in events if e["ph"] == "X"
     ]
-    memory = tuple((e["ts"] / 1e3, int(e["args"]["bytes"])) for e in events if e["ph"] == "C")
-    about = (ours["device"], ours["rank"], ours["world"], tuple(ours["units"]))
-    return Recording(*about, tuple(spans), memory, tuple(ours["step_ends_ms"]))
+    memory = tuple((_finite(e["ts"]) / 1e3, int(e["args"]["bytes"])) for e in events if e["ph"] == "C")
+    device, rank, world = ours["device"], operator.index(ours["rank"]), operator.index(ours["world"])
+    if device not in ("cpu", "cuda") or not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of {world} on {device}")
+    units = tuple(str(unit) for unit in ours["units"])
+    return Recording(device, rank, world, units, tuple(spans), memory, tuple(map(_finite, ours["step_ends_ms"])))
+
+
+def _bounds_ms(event: dict[str, Any]) -> tuple[float, float]:
+    begin_us, length_us = _finite(event["ts"]), _finite(event["dur"])
+    return begin_us / 1e3, (begin_us + length_us) / 1e3
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{value!r} where a time is wanted")
+    return value
 
 
 # ---- sums ------------------------------------------------------------------------------------------------------

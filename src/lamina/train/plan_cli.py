@@ -91,7 +91,10 @@ def _plan(options: argparse.Namespace) -> int:
     for name in ("batch", "seq", "accumulate"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise UsageError(f"--{name} {value}: a positive number is wanted")
-    options.gpus, options.machine = 1 if options.gpus is None else options.gpus, options.machine or MACHINE
+    options.gpus, options.machine = (
+        1 if options.gpus is None else options.gpus,
+        (MACHINE if options.machine is None else options.machine),
+    )
     config = Config() if options.config is None else read_toml(options.config)
     check_gpus(options.gpus)
     if options.save is not None and (options.save.is_dir() or not options.save.absolute().parent.is_dir()):
@@ -204,8 +207,12 @@ def config_text(config: Config, opened: Planned, made: Plan) -> str:
 
 
 def _what_if(text: str, gpus: int, machine: str) -> list[tuple[int, str]]:
+    seen: set[str] = set()
     for part in text.split(",") if text else ():
         key, _, value = part.strip().partition("=")
+        if key in seen:
+            raise UsageError(f"--what-if {text}: {key} is given twice; type one of them, and the command once for each")
+        seen.add(key)
         if key == "gpus" and value.isdecimal():
             gpus = int(value)
         elif key == "machine" and value:
