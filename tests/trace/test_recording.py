@@ -250,7 +250,7 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
 
 
 WRITTEN = Recording(
-    "cpu", 1, 2, ("", "layers.0"), (Span(COMPUTE, "FWD1", 1.0, 2.0),), ((0.5, 1 << 20),), (3.0,)
+    "cpu", 1, 2, ("", "layers.0"), (Span(COMPUTE, "FWD1", 1.0, 2.0),), ((0.5, 1 << 20),), (3.0,), (8, 64)
 ).to_chrome()
 
 
@@ -264,6 +264,7 @@ WRITTEN = Recording(
         (("lamina", "world"), None),
         (("lamina", "device"), "tpu"),
         (("lamina", "units"), 7),
+        (("lamina", "numels"), [3]),
         (("lamina", "step_ends_ms"), ["soon"]),
         (("lamina", "step_ends_ms"), [float("nan")]),
         (("traceEvents",), 3),

@@ -104,6 +104,10 @@ def test_what_cannot_be_compared_is_refused(
     seen = as_forecast(plan)
     with pytest.raises(UsageError, match="`layers.9` is in one only"):
         compare(plan, dataclasses.replace(seen, units=(*plan.units, "layers.9")))
+    wider = (*plan.numels[:-1], 2 * plan.numels[-1])
+    with pytest.raises(UsageError, match=f"`{plan.units[-1]}` has {wider[-1]:,} parameters in the trace and"):
+        compare(plan, dataclasses.replace(seen, numels=wider))
+    assert compare(plan, dataclasses.replace(seen, numels=plan.numels)).whole
     with pytest.raises(UsageError, match="settings of another run"):
         config_of_pass(CONFIG, dataclasses.replace(seen, world=3))
     for changes, said in (({"strategy": "auto"}, "sharding.strategy"), ({"length": None}, "batches.length")):

@@ -53,6 +53,7 @@ class Plan:
     seq: int
     decision: Decision
     units: tuple[str, ...]  # names, by their number in a step's spans
+    numels: tuple[int, ...]  # of their parameters
 
     @property
     def taken(self) -> Rung:
@@ -239,8 +240,9 @@ def plan(
     choice = decision.taken.choice
     taken = in_chunks(choice.recompute) if choice.chunked_loss else measured(choice.recompute)
     assert taken is not None
-    units = tuple(unit.name for unit in taken.workload.units)
-    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, units)
+    names = tuple(unit.name for unit in taken.workload.units)
+    numels = tuple(unit.trainable_numel + unit.frozen_numel for unit in taken.workload.units)
+    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels)
 
 
 def count_text(numel: int) -> str:

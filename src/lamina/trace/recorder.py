@@ -122,6 +122,7 @@ class Recorder:
             spans=tuple(sorted(without_waits(spans), key=lambda span: (span.start_ms, span.end_ms))),
             memory=tuple((read(stamp), size_bytes) for stamp, size_bytes in self._memory),
             step_ends_ms=tuple(read(stamp) for stamp in self._step_ends),
+            numels=tuple(unit.layout.numel for unit in self.runtime.units),
         )
 
     # ---- stamps ------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Recording:
     spans: tuple[Span, ...]  # by start
     memory: tuple[tuple[float, int], ...]  # ms, bytes
     step_ends_ms: tuple[float, ...]
+    numels: tuple[int, ...] = ()  # of parameters, by unit; none: the trace is older than that
 
     @property
     def steps(self) -> tuple[Recording, ...]:
@@ -105,7 +106,9 @@ class Recording:
             begin_ms = spans[0].start_ms
         moved = tuple(Span(s.lane, s.label, s.start_ms - begin_ms, s.end_ms - begin_ms) for s in spans)
         memory = tuple((at_ms - begin_ms, size) for at_ms, size in self.memory if begin_ms <= at_ms <= end_ms)
-        return Recording(self.device, self.rank, self.world, self.units, moved, memory, (end_ms - begin_ms,))
+        return Recording(
+            self.device, self.rank, self.world, self.units, moved, memory, (end_ms - begin_ms,), self.numels
+        )
 
     def summary(self) -> tuple[StepSummary, ...]:
         return tuple(_summary(step) for step in self.steps)
@@ -138,7 +141,7 @@ class Recording:
             counted = {"ph": "C", "name": "memory", "pid": self.rank, "ts": at_ms * 1e3, "args": {"bytes": size}}
             events.append(counted)
         ours = {"format": FORMAT, "device": self.device, "rank": self.rank, "world": self.world}
-        lists = {"units": list(self.units), "step_ends_ms": list(self.step_ends_ms)}
+        lists = {"units": list(self.units), "numels": list(self.numels), "step_ends_ms": list(self.step_ends_ms)}
         return {"traceEvents": events, "displayTimeUnit": "ms", "lamina": {**ours, **lists}}
 
 
@@ -189,7 +192,11 @@ def _read(ours: dict[str, Any], events: list[Any]) -> Recording:
     if device not in ("cpu", "cuda") or not 0 <= rank < world:
         raise ValueError(f"rank {rank} of {world} on {device}")
     units = tuple(str(unit) for unit in ours["units"])
-    return Recording(device, rank, world, units, tuple(spans), memory, tuple(map(_finite, ours["step_ends_ms"])))
+    numels = tuple(operator.index(numel) for numel in ours.get("numels", ()))
+    if len(numels) not in (0, len(units)):
+        raise ValueError(f"{len(numels)} numbers of parameters for {len(units)} units")
+    ends_ms = tuple(map(_finite, ours["step_ends_ms"]))
+    return Recording(device, rank, world, units, tuple(spans), memory, ends_ms, numels)
 
 
 def _bounds_ms(event: dict[str, Any]) -> tuple[float, float]:

@@ -223,6 +223,12 @@ def compare(plan: Plan, recording: Recording) -> Comparison:
             f"--compare: the trace has {len(recording.units)} units, the settings describe a model of "
             f"{len(plan.units)}: {what}. Give the run.toml of the run that was traced"
         )
+    for name, own, planned in zip(plan.units, recording.numels, plan.numels, strict=False):
+        if own != planned:
+            raise UsageError(
+                f"--compare: `{name}` has {own:,} parameters in the trace and {planned:,} in the model of the settings. "
+                "Give the run.toml of the run that was traced"
+            )
     lengths = sorted((row.wall_ms, number) for number, row in enumerate(recording.summary(), 1))
     _, number = lengths[(len(lengths) - 1) // 2]
     step = recording.steps[number - 1]
