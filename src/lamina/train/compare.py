@@ -226,8 +226,8 @@ def compare(plan: Plan, recording: Recording) -> Comparison:
     for name, own, planned in zip(plan.units, recording.numels, plan.numels, strict=False):
         if own != planned:
             raise UsageError(
-                f"--compare: `{name}` has {own:,} parameters in the trace and {planned:,} in the model of the settings. "
-                "Give the run.toml of the run that was traced"
+                f"--compare: `{name}` has {own:,} parameters in the trace and {planned:,} by the settings. Give the "
+                "run.toml of the run that was traced"
             )
     lengths = sorted((row.wall_ms, number) for number, row in enumerate(recording.summary(), 1))
     _, number = lengths[(len(lengths) - 1) // 2]
