@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import shutil
+import signal
 import tempfile
 import unittest.mock
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -216,6 +221,98 @@ def test_what_is_no_checkpoint_is_named(job: Job, tmp_path: Path, capsys: pytest
             assert run(tmp_path / name, command) == 1
             said = "".join(capsys.readouterr())
             assert len(said.strip().splitlines()) == 1 and (words in said or "no checksums to compare" in said), said
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What waits for longer is an error."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def pipes(good: Path) -> Iterator[Path]:
+    """Folders in which a named pipe, to which nobody writes, stands for a file."""
+    for name in (MANIFEST_NAME, DATA):
+        folder = shutil.copytree(good, good.parent.parent / f"without {name}" / "a")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        yield folder
+    for name in (".metadata", "model.safetensors.index.json", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        folder = good.parent.parent / name / "a"
+        folder.mkdir(parents=True)
+        os.mkfifo(folder / name)
+        yield folder
+
+
+def test_nobody_waits_for_a_pipe(good: Path, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in pipes(good):
+        with within(5):
+            assert lamina.latest(folder.parent) is None
+            with pytest.raises(lamina.CheckpointError, match="is a named pipe and no file"):
+                lamina.load(folder, job.model, job.optimizer)
+            for command in (["inspect"], *COMMANDS):
+                assert run(folder, command) == 1
+                said = "".join(capsys.readouterr())
+                assert "is a named pipe" in said or "no checksums to compare" in said, said
+
+
+def test_what_is_no_path_model_or_optimizer_is_named(good: Path, job: Job) -> None:
+    model, optimizer = job.model, job.optimizer
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    calls: dict[str, Callable[[], object]] = {
+        "a NoneType is no path": lambda: lamina.save(None, model),  # type: ignore[arg-type]
+        "a list is no path": lambda: lamina.load([], model),  # type: ignore[arg-type]
+        "a int is no path": lambda: lamina.latest(3),  # type: ignore[arg-type]
+        "a dict is no path": lambda: lamina.checkpoint.keep_last({}, 1),  # type: ignore[arg-type]
+        "a float is no path": lambda: lamina.export(0.5, model),  # type: ignore[arg-type]
+        "a str is no model": lambda: lamina.save(good, "model"),  # type: ignore[arg-type]
+        "StepLR is no torch.optim.Optimizer": lambda: lamina.load(good, model, schedule),  # type: ignore[arg-type]
+        "give the number of checkpoints": lambda: lamina.checkpoint.keep_last(good.parent, 0),
+        "a name of 238 bytes": lambda: lamina.save(good.parent / ("n" * 238), model),
+        "a hidden name": lambda: lamina.save(good.parent / ".b", model),
+        "is a checkpoint itself": lambda: lamina.save(good / "b", model),
+    }
+    for words, call in calls.items():
+        with pytest.raises(lamina.UsageError, match=words):
+            call()
+    assert [entry.name for entry in good.parent.iterdir()] == ["a"]
+    longest = good.parent / ("n" * 237)
+    for wait in (True, False, True):
+        job.save(longest, wait=wait)
+    assert lamina.latest(good.parent) == str(longest)
+    with pytest.raises(lamina.CheckpointError, match="cannot be looked at: File name too long"):
+        lamina.latest(good.parent / ("n" * 256))
+
+
+def test_extras_of_every_kind_come_back_or_are_refused(job: Job, tmp_path: Path) -> None:
+    extra = {
+        "empty": torch.empty(0, 3, dtype=torch.float16),
+        "array": np.empty((2, 0)),
+        "complex": torch.empty(0, dtype=torch.complex64),
+        "long": 10**5000,
+    }
+    job.save(tmp_path / "a", extra=extra)
+    found = lamina.load(tmp_path / "a", job.model, job.optimizer)
+    assert list(found) == list(extra) and found["long"] == extra["long"]
+    for key in ("empty", "array", "complex"):
+        assert found[key].shape == extra[key].shape and found[key].dtype == extra[key].dtype, key
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(lamina.UsageError, match="extra contains itself"):
+        job.save(tmp_path / "a", extra=circle)
+    with warnings.catch_warnings(action="ignore"):  # a prototype
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(lamina.UsageError, match="that is nested"):
+        job.save(tmp_path / "a", extra=ragged)
 
 
 def test_tensors_without_plain_values_are_refused_by_name(job: Job, tmp_path: Path) -> None:

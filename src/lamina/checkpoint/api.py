@@ -12,6 +12,7 @@ from lamina.checkpoint.background import finish
 from lamina.checkpoint.exporting import export
 from lamina.checkpoint.loading import load
 from lamina.checkpoint.saving import save
+from lamina.errors import CheckpointError
 
 __all__ = ["export", "finish", "keep_last", "latest", "load", "save"]
 
@@ -21,9 +22,16 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
     Complete: its manifest is whole, and all of its files are there in full length. A folder that is a checkpoint itself
     is its own answer. Waits for saves of this process that go on in the background, and raises their errors.
+
+    Raises:
+        CheckpointError: the system does not let us look.
     """
+    folder = folders.given(folder, "latest(folder)")
     finish()
-    found = folders.newest(Path(os.path.abspath(folder)))
+    try:
+        found = folders.newest(Path(os.path.abspath(folder)))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be looked at: {error.strerror}") from error
     return None if found is None else str(found)
 
 
@@ -32,9 +40,13 @@ def keep_last(folder: str | os.PathLike[str], count: int) -> None:
 
     What is no complete checkpoint is left alone and does not count, so the last good one is never deleted.
 
+    What the system does not let go is told in a warning: training goes on.
+
     Raises:
-        UsageError: a count below 1.
+        UsageError: a count below 1, on every rank.
     """
+    folder = folders.given(folder, "keep_last(folder, count)")
+    folders.check_count(count)
     finish()
     if not dist.is_initialized() or dist.get_rank() == 0:
         folders.prune(Path(os.path.abspath(folder)), count)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lamina.checkpoint.checksums import BlockSums, crc32, crc32_of_spare, for_each
+from lamina.checkpoint.special import refuse_special
 from lamina.errors import CheckpointError, UsageError
 
 BLOCK_BYTES = 1 << 20  # has a checksum of its own
@@ -221,6 +222,7 @@ class DataFile:
         self, path: Path, size_bytes: int | None = None, header_crc32: str | None = None, threads: int = 1
     ) -> None:
         self.path, self._threads = path, threads
+        refuse_special(path)
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:

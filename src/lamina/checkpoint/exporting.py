@@ -95,9 +95,9 @@ def export(
         CheckpointError: a rank could not write, or what is read back differs.
         UsageError: `path` is taken, a pattern matches nothing, a dtype that files cannot hold.
     """
-    runtime = runtime_of(model)
-    control, what = runtime.control, f"exporting to {os.fspath(path)}"
-    with at_place(control, "export", os.fspath(path)):
+    path, runtime = folders.given(path, "export(path, model)"), runtime_of(model)
+    control, what = runtime.control, f"exporting to {path}"
+    with at_place(control, "export", path):
         BACKGROUND.finish(model)
         target = Path(os.path.realpath(path))
         check_same_text(control, "arguments to export", [f"{target} {list(parameters)} {dtype} {file_bytes}"])

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lamina.checkpoint.manifest import MANIFEST_NAME, Manifest, from_json, to_json
+from lamina.checkpoint.special import refuse_special
 from lamina.errors import CheckpointError, UsageError
 
 
@@ -35,8 +36,35 @@ def partial(path: Path, number: int | None = None) -> Path:
     return _beside(path, "partial" if number is None else f"partial-{number:x}")
 
 
+def given(path: str | os.PathLike[str], call: str) -> str:
+    """A path as the user gave it, as text.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise UsageError(f"{call}: a {type(path).__name__} is no path: give that of a folder") from None
+
+
+_LONGEST_NAME_BYTES = 255 - len("..partial-12345678")
+
+
 def check_target(path: Path) -> None:
     """A checkpoint may be written at `path`: nothing is there, or a checkpoint, which is replaced."""
+    length = len(os.fsencode(path.name))
+    if length > _LONGEST_NAME_BYTES:
+        raise UsageError(f"{path}: a name of {length} bytes; save() takes at most {_LONGEST_NAME_BYTES}")
+    if path.name.startswith("."):
+        raise UsageError(f"{path}: a hidden name is that of an unfinished checkpoint, which latest() does not see")
+    if (path.parent / MANIFEST_NAME).is_file():
+        with contextlib.suppress(CheckpointError):
+            read_manifest(path.parent)
+            raise UsageError(
+                f"{path.parent} is a checkpoint itself, and all in it goes when it is replaced or deleted: save to a "
+                "path beside it"
+            )
     if path.exists() and not (path / MANIFEST_NAME).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(f"{path} exists and is not a checkpoint: save() writes a folder of its own, give another path")
 
@@ -144,6 +172,7 @@ def find(path: Path) -> Path:
 def read_manifest(folder: Path) -> Manifest:
     """The checked manifest of a folder."""
     path = folder / MANIFEST_NAME
+    refuse_special(path)
     try:
         text = path.read_text()
     except FileNotFoundError as error:
@@ -215,19 +244,26 @@ def newest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def check_count(keep: int) -> None:
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise UsageError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
+
+
 def prune(folder: Path, keep: int, protect: Sequence[Path] = ()) -> list[Path]:
     """Delete all but the newest `keep` complete checkpoints in a folder; returns what was deleted.
 
     Folders that are not complete checkpoints are left alone, and count for nothing: they never push out a good one.
     """
-    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise UsageError(f"keep={keep!r}: give the number of checkpoints to keep, at least 1")
+    check_count(keep)
     for left in folder.glob(".*.deleted") if folder.is_dir() else ():
         shutil.rmtree(left, ignore_errors=True)
     going = [path for path in checkpoints(folder)[:-keep] if path not in protect]
     for path in going:
-        recover(path)
-        undeleted = _discard(path, path)  # half of a checkpoint must never be visible
+        try:
+            recover(path)
+            undeleted = _discard(path, path)  # half of a checkpoint must never be visible
+        except OSError:
+            undeleted = path
         if undeleted is not None:
             warnings.warn(f"{undeleted} could not be deleted: the next keep_last() tries again", stacklevel=3)
     if going:

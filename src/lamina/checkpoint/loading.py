@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.checkpoint import folders
 from lamina.checkpoint.agreed import at_place, attempt, begin_alike, together, warn_once
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
@@ -31,6 +32,7 @@ from lamina.checkpoint.foreign import Hints
 from lamina.checkpoint.matching import Differences, Matched, check_copies, match
 from lamina.checkpoint.opening import open_source
 from lamina.checkpoint.optimizer_load import OptimizerPlan, plan_optimizer
+from lamina.checkpoint.optimizer_state import check_optimizer
 from lamina.checkpoint.snapshot import restore_random_states
 from lamina.checkpoint.source import Source
 from lamina.errors import CheckpointError
@@ -60,9 +62,9 @@ def load(
         CheckpointError: no checkpoint, a damaged or incomplete one (with the file's name), or one that does not fit;
             the same on every rank. Nothing has been changed, except where reading fails after it has succeeded once.
     """
-    runtime = runtime_of(model)
-    control, what = runtime.control, f"loading {os.fspath(path)}"
-    with at_place(control, "load", os.fspath(path)), torch.no_grad():
+    path, runtime = folders.given(path, "load(path, model)"), runtime_of(model)
+    control, what = runtime.control, f"loading {path}"
+    with at_place(control, "load", path), torch.no_grad():
         BACKGROUND.finish(model)
         loading, error = attempt(lambda: Loading(path, runtime, model, optimizer, strict))
         arguments = [f"load({os.path.abspath(path)!r}, strict={bool(strict)}, optimizer={optimizer is not None})"]
@@ -71,7 +73,7 @@ def load(
         beside = together(control, loading.verify, what)
         together(control, lambda: loading.transfer(beside), f"{what} (the model is loaded in part)")
         if not strict and loading.skipped:
-            warn_once(control, f"lamina.load({os.fspath(path)!r}, strict=False) skipped: {'; '.join(loading.skipped)}")
+            warn_once(control, f"lamina.load({path!r}, strict=False) skipped: {'; '.join(loading.skipped)}")
     return beside["extra"]
 
 
@@ -110,6 +112,7 @@ class Loading:
         optimizer: torch.optim.Optimizer | None,
         strict: bool,
     ) -> None:
+        check_optimizer(optimizer, "load(path, model, optimizer)")
         self.runtime, self.model = runtime, model
         self.rank, self.world = runtime.mesh.rank, runtime.mesh.world
         self.staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=runtime.device.type == "cuda")

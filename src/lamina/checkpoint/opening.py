@@ -10,6 +10,7 @@ from lamina.checkpoint.foreign import DcpSource, Hints, TorchSource
 from lamina.checkpoint.huggingface import HuggingFaceSource
 from lamina.checkpoint.manifest import MANIFEST_NAME
 from lamina.checkpoint.source import LaminaSource, Source
+from lamina.checkpoint.special import refuse_special_inside
 
 
 def format_of(path: Path) -> str:
@@ -30,11 +31,14 @@ def format_of(path: Path) -> str:
 def open_source(path: Path, rank: int = 0, world: int = 0, hints: Hints | None = None) -> Source:
     """The checkpoint at `path`, as one rank of a world sees it."""
     path, hints = folders.find(path), hints or Hints()
+    refuse_special_inside(path)
     kind = format_of(path)
     if kind == "hf":
         return HuggingFaceSource(path)
     if kind == "dcp":
         return DcpSource(path, hints)
     if kind == "deepspeed":
-        return deepspeed.DeepSpeedSource(deepspeed.folder_of(path) or path)
+        folder = deepspeed.folder_of(path) or path
+        refuse_special_inside(folder)
+        return deepspeed.DeepSpeedSource(folder)
     return TorchSource(path, hints) if kind == "torch" else LaminaSource(path, rank, world)

@@ -37,6 +37,11 @@ class States:
     more: dict[str, Any] = field(default_factory=dict)  # encoded; see `OptimizerEntry`
 
 
+def check_optimizer(optimizer: object, call: str) -> None:
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        raise UsageError(f"{call}: {type(optimizer).__name__} is no torch.optim.Optimizer")
+
+
 def take_apart(optimizer: torch.optim.Optimizer, names: dict[int, str], held: dict[str, Held]) -> States:
     """States and groups by parameter name. Local.
 

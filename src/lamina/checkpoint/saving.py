@@ -29,9 +29,9 @@ from lamina.checkpoint.agreed import at_place, attempt, begin_alike, settle, tog
 from lamina.checkpoint.background import BACKGROUND, Background
 from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, Item, Written, stream, write_file
 from lamina.checkpoint.manifest import FileEntry
+from lamina.checkpoint.optimizer_state import check_optimizer
 from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
 from lamina.core.control import Control
-from lamina.errors import UsageError
 from lamina.runtime.access import runtime_of
 
 
@@ -62,9 +62,9 @@ def save(
         UsageError: something that cannot be saved, or a path at which there is something else.
         Disagreement: ranks that save different things.
     """
-    runtime = runtime_of(model)
+    path, runtime = folders.given(path, "save(path, model)"), runtime_of(model)
     control = runtime.control
-    with at_place(control, "save", os.fspath(path)):
+    with at_place(control, "save", path):
         BACKGROUND.finish(model)
         looked, error = attempt(lambda: Look.at(path, model, optimizer, extra))
         alike = {"arguments to save": [f"save({os.path.abspath(path)!r}, wait={bool(wait)})"]}
@@ -108,8 +108,7 @@ class Look:
     def at(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> Look:
         """Local; raises what makes a save impossible."""
         target = Path(os.path.realpath(path))  # a link goes on pointing where it points
-        if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
-            raise UsageError(f"save(path, model, optimizer): {type(optimizer).__name__} is no torch.optim.Optimizer")
+        check_optimizer(optimizer, "save(path, model, optimizer)")
         folders.check_target(target)
         snapshot = take(runtime_of(model), model, optimizer, extra)
         return Look(target, snapshot, snapshot.lines(), snapshot.sums())

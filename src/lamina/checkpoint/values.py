@@ -24,6 +24,7 @@ from lamina.errors import CheckpointError, UsageError
 
 TAG = "$"  # a dict with this key is not a dict but what the key says
 _PLAIN = (str, bool, int, float, type(None))
+_JSON_BITS = 10_000  # Python reads no longer numbers from a text
 
 
 @dataclass
@@ -38,11 +39,16 @@ class Encoded:
 def encode(value: Any, where: str, inline_tensors: bool = False) -> Encoded:
     """`value` as JSON. `where` names it in messages; small tensors may stand in the JSON itself (`inline_tensors`)."""
     made = Encoded(None)
-    made.json = _encode(value, where, made, inline_tensors)
+    try:
+        made.json = _encode(value, where, made, inline_tensors)
+    except RecursionError as error:
+        raise UsageError(f"{where} contains itself, or is nested too deeply to be saved") from error
     return made
 
 
 def _encode(value: Any, where: str, made: Encoded, inline: bool) -> Any:
+    if type(value) is int and value.bit_length() > _JSON_BITS:
+        return _encode_pickled(value, where, made)
     if type(value) in _PLAIN:
         return value
     if type(value) in (dict, OrderedDict):
@@ -85,7 +91,8 @@ def _encode_dict(value: dict[Any, Any], where: str, made: Encoded, inline: bool)
 
 def _encode_tensor(value: Tensor, where: str, made: Encoded, inline: bool) -> Any:
     check_plain(value, where)
-    if inline and value.numel() <= 16 and not value.is_complex():
+    may_be_inline = value.numel() == 0 or (inline and value.numel() <= 16)  # data files hold no empty ones
+    if may_be_inline and not value.is_complex():
         data = value.cpu()
         return {TAG: "value", "dtype": dtype_name(data.dtype), "shape": list(data.shape), "items": _numbers(data)}
     if value.is_complex():  # data files hold no complex numbers
@@ -152,8 +159,9 @@ def decode(json: Any, tensors: Sequence[Tensor] | Callable[[int], Tensor] = ()) 
 
 def check_plain(tensor: Tensor, where: str) -> None:
     """Refuse what has no values of its own, or not one for each element."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        kind = "on meta" if tensor.is_meta else str(tensor.dtype if tensor.is_quantized else tensor.layout)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        kind = "on meta" if tensor.is_meta else "that is nested" if tensor.is_nested else str(tensor.layout)
+        kind = str(tensor.dtype) if tensor.is_quantized else kind
         raise UsageError(f"{where} is a tensor {kind}, which checkpoints do not hold: make it dense, or leave it out")
 
 

@@ -18,6 +18,8 @@ from lamina.runtime.assemble import RUNTIMES, Runtime
 
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a {type(model).__name__} is no model: pass the module that lamina.shard() returned")
     runtime = RUNTIMES.get(model)
     if runtime is None:
         if any(isinstance(param, Shard) for param in model.parameters()):
