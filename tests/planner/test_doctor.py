@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 import torch
 
 from harness import run_ranks
 from lamina.errors import LaunchError
-from lamina.planner import doctor
+from lamina.planner import doctor, doctor_load
 from lamina.planner.doctor_facts import DeviceFacts, Facts, collect_facts, warnings_of
+from lamina.planner.doctor_load import Load, busy_ms
 from lamina.planner.doctor_machine import LINKS, bus_bytes, fit_link, known_machine, machine_of, plain_rate
 from lamina.planner.doctor_measure import CpuBench, Measured, Sizes, measure, try_transport
 from lamina.planner.machine import CollectivePoint, Machine, MatrixPoint, load_machine
@@ -173,6 +175,55 @@ def test_ranks_that_do_not_run_together_leave_one(measured: Measured, monkeypatc
     diagnosis = doctor.examine(3)
     assert asked == [3, 1]
     assert any("NCCL says no" in warning.what for warning in diagnosis.warnings)
+
+
+class HostEvent:
+    """An event of a stream that does everything at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+class Busy(CpuBench):
+    """Products and attention behind a load, as a GPU measures them."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(TINY)
+        self.load, self.calls = load, 0
+
+    def busy_ms(self, call, repeats):
+        self.calls += 1
+        return busy_ms(self.load, call, repeats, 3)
+
+    def clock(self) -> str:
+        return "1590 MHz and 691 W"
+
+    def kernel_us(self) -> float:
+        return 1.5
+
+
+def test_products_and_attention_are_timed_behind_a_load(monkeypatch) -> None:
+    """The same code as on a GPU, with events of the host: under no_grad as well, and what was held is written down."""
+    for name, value in (("TOKENS", 64), ("LENGTH", 16), ("DIM", 16), ("HIDDEN", 8), ("HEADS", 2), ("HEAT_S", 0.02)):
+        monkeypatch.setattr(doctor_load, name, value)
+    monkeypatch.setattr(doctor_load, "BETWEEN_MS", 2.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    bench = Busy(Load(torch.device("cpu")))
+    found = measure(bench)
+    assert bench.calls == 4  # two products, attention alone and with its backward
+    assert all(point.ms > 0 for point in found.products) and found.attention_backward_flops_per_s > 0
+    machine = machine_of(collect_facts(), found)
+    assert (
+        machine.kernel_us == 1.5 and "at 1590 MHz and 691 W as in a step" in machine.marks["matrix_flops_per_s"].source
+    )
+    assert "1590 MHz" in doctor.report_text(diagnosis_of(found))
 
 
 def test_the_launched_work_runs_here() -> None:

@@ -173,15 +173,17 @@ def test_measured_steps_of_two_gpus() -> None:
         assert found.reserved_bytes / GIB + beside + own == pytest.approx(row["used_gib"], abs=1.0), name
 
 
-@pytest.mark.parametrize("number", [0, 4])
+@pytest.mark.parametrize("number", [0, 1, 4])
 def test_measured_steps_of_one_gpu(number: int) -> None:
-    """The second is 1 % off if sums of gradients take memory of their own."""
+    """The second is 0.5 % off if attention takes what its backward needs in pieces, the third 1 % if sums of gradients
+    take memory of their own.
+    """
     data = json.loads((BENCHMARKS / "plan_memory" / "results" / "one_h200.json").read_text())["rows"][number]
     row = data["row"]
     measured = measured_1b(row["tokens"], row["recompute"])
     forecast = forecast_memory(measured, Choice(row["strategy"], 1, recompute=row["recompute"]), load_machine("h200"))
     assert forecast.allocated_bytes / GIB == pytest.approx(data["allocated"], rel=0.001)
-    assert forecast.reserved_bytes / GIB == pytest.approx(data["reserved"], rel=0.001)
+    assert forecast.reserved_bytes == data["reserved"] * GIB  # segment for segment
     assert forecast.used_bytes / GIB == pytest.approx(data["used"], abs=0.05)
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 HEAT_S = 1.5  # until the clock has come down to what the power limit allows
 BETWEEN_MS = 60.0  # of load in front of each measured group
 READ_MS = 600.0  # of load while clock and power are read
-TOKENS, DIM, HIDDEN, HEADS = 8192, 2048, 5632, 16
+TOKENS, LENGTH, DIM, HIDDEN, HEADS = 8192, 2048, 2048, 5632, 16
 PRODUCTS, PASSES = 12, 30  # in a round, beside one attention with its backward
 
 
@@ -32,21 +32,20 @@ class Load:
             torch.randn(shape, device=device, dtype=torch.bfloat16)
             for shape in ((TOKENS, DIM), (HIDDEN, DIM), (TOKENS, HIDDEN))
         )
-        shape = (TOKENS // 2048, HEADS, 2048, DIM // HEADS)
+        shape = (TOKENS // LENGTH, HEADS, LENGTH, DIM // HEADS)
         self._query, self._key, self._value = (
             torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
         )
         self._round_ms = 1.0
         begin = time.perf_counter()
-        while (spent_s := time.perf_counter() - begin) < HEAT_S:
+        while time.perf_counter() - begin < HEAT_S:
             started = time.perf_counter()
             for _ in range(4):
                 self._run()
             torch.cuda.synchronize(device)
-            if spent_s > HEAT_S / 2:
-                self._round_ms = (time.perf_counter() - started) * 250
+            self._round_ms = (time.perf_counter() - started) * 250  # the last ones count: the card is hot
 
-    def queue(self, ms: float = BETWEEN_MS) -> None:
+    def queue(self, ms: float) -> None:
         """Put about so much of it on the current stream."""
         for _ in range(max(1, round(ms / self._round_ms))):
             self._run()
@@ -54,8 +53,9 @@ class Load:
     def _run(self) -> None:
         for _ in range(PRODUCTS):
             linear(self._x, self._weight)
-        mixed = scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
-        torch.autograd.grad(mixed, (self._query, self._key, self._value), mixed.detach())
+        with torch.enable_grad():  # whatever the measured call is under
+            mixed = scaled_dot_product_attention(self._query, self._key, self._value, is_causal=True)
+            torch.autograd.grad(mixed, (self._query, self._key, self._value), mixed.detach())
         for _ in range(PASSES):
             self._hidden * 1.0
 
@@ -66,7 +66,7 @@ def busy_ms(load: Load, call: Callable[[], object], repeats: int, groups: int) -
     found = []
     for _ in range(groups):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        load.queue()
+        load.queue(BETWEEN_MS)
         begin.record()
         for _ in range(repeats):
             call()

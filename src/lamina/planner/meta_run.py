@@ -286,11 +286,13 @@ def scratch_bytes(func: Any, args: Any) -> list[int]:
 
 
 def _attention_backward_bytes(query: Tensor, key: Tensor) -> list[int]:
-    """Row sums, fp32 sums of dQ, and dK, dV of every query head."""
+    """Row sums, fp32 sums of dQ, and dK, dV of every query head, in one piece: the workspace of cuDNN, whose attention
+    torch 2.11 takes on Hopper. Flash attention, on older cards, takes them one by one.
+    """
     batch, heads, length, width = query.shape
     rows = batch * heads * -(-length // 128) * 128
-    spread = query.element_size() * batch * heads * key.shape[2] * width
-    return [rows * 4, rows * -(-width // 32) * 32 * 4] + ([spread, spread] if heads != key.shape[1] else [])
+    spread = query.element_size() * batch * heads * key.shape[2] * width if heads != key.shape[1] else 0
+    return [rows * 4 + rows * -(-width // 32) * 32 * 4 + 2 * spread]
 
 
 def _embedding_backward_bytes(gradient: Tensor, indices: Tensor) -> list[int]:
