@@ -224,8 +224,10 @@ def test_command_takes_functions_and_configs(tmp_path: Path, capsys: pytest.Capt
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": "llama", "vocab_size": 16384, "num_key_value_heads": 2, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert cli.main(["plan", str(tmp_path), "--gpus", "2", "--batch", "1", "--seq", "16", "--json"]) == 0
+    run = tmp_path / "run"  # of `lamina train`, which leaves its model inside
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(run), "--gpus", "2", "--batch", "1", "--seq", "16", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["parameters"] == 2 * 16384 * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32 + 64) + 32
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 32}))

@@ -50,7 +50,8 @@ def open_planned(word: str | None, config: Config) -> Planned:
         with torch.device("meta"):
             model = GPT(Shape(**json.loads((folder / GPT_FILE).read_text())))
         return Planned(word, model, token_loss, word)
-    file = path if path.name.endswith(".json") else path / "config.json"
+    inside = (path / "config.json", path / "model" / "config.json")  # of a model, of a run
+    file = path if path.name.endswith(".json") else next((file for file in inside if file.is_file()), inside[0])
     if file.is_file():
         built = _pretrained(file, config)
         loss = token_loss if logits_are_the_heads(built) else whole_loss
