@@ -154,6 +154,7 @@ def reductions() -> list[list[int]]:
                     count = 4 if dist.get_rank() == 0 else 2
                     x = batch_of(dist.get_rank(), 10 * step + micro)[:count]
                     lamina.token_mean(model(x).pow(2).sum(), count).backward()
+            model.zero_grad()
         after = [unit.reduces for unit in lamina.report(model).units]
         found.append(sorted({b - a for a, b in zip(before, after, strict=True) if b}))
     return found

@@ -163,6 +163,37 @@ def test_uneven_steps_are_named_on_every_rank() -> None:
     expect_error(2, uneven_steps, error="Disagreement", contains=["rank 0", "rank 1"], timeout=15)
 
 
+def not_alike(strategy: str, transport: str, what: str) -> None:
+    """One rank leaves out a step, steps with another learning rate, or keeps its gradients; all go on."""
+    model = sharded(strategy, transport=transport)
+    make = lamina.optim.AdamW if transport == "peer" else torch.optim.AdamW
+    optimizer, is_mine = make(model.parameters(), lr=0.01), dist.get_rank() == 1
+    for step in range(4):
+        own_step(model, step)
+        if what == "rate" and is_mine and step == 1:
+            optimizer.param_groups[0]["lr"] = 0.02
+        if not (what == "step" and is_mine and step == 1):
+            optimizer.step()
+        if not (what == "clear" and is_mine and step == 1):
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "transport", "what", "words"),
+    [
+        ("ddp", "c10d", "step", ["rank 0: 2 steps", "rank 1: 1 steps"]),
+        ("zero3", "peer", "step", ["rank 0: 2 steps", "rank 1: 1 steps"]),
+        ("ddp", "c10d", "rate", ["rank 0: 2 steps, the last with lr=0.01", "rank 1: 2 steps, the last with lr=0.02"]),
+        ("zero1", "c10d", "rate", ["lr=0.01", "lr=0.02", "schedulers"]),
+        ("zero3", "c10d", "clear", ["`first.weight` had a gradient on rank 1 of 2 only"]),
+        ("ddp", "c10d", "clear", ["`first.weight` had a gradient on rank 1 of 2 only"]),
+    ],
+)
+def test_what_ranks_do_not_do_alike_is_named(strategy: str, transport: str, what: str, words: list[str]) -> None:
+    """They would train apart, in the same order of collectives."""
+    expect_error(2, not_alike, strategy, transport, what, error="Disagreement", contains=words, timeout=15)
+
+
 def penalty() -> float:
     """Double backward inside `keep`: a gradient penalty equals one process."""
 

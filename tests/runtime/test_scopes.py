@@ -190,3 +190,54 @@ def weighted_run_out() -> None:
 
 def test_token_mean_with_a_rank_that_has_run_out() -> None:
     run_ranks(2, weighted_run_out)
+
+
+def with_other_terms(strategy: str, term: str, scale: float) -> None:
+    """A term that is no mean over tokens: in the same loss, a loss of its own, or a loss before."""
+    rank, model = torch.distributed.get_rank(), lamina.shard(build(), strategy, units=[nn.Linear])
+    data = tokens_of(rank, 0)
+    if term == "before":
+        model(data).pow(2).mean().backward()
+    with lamina.accumulate(model, last=True):
+        means = [lamina.token_mean(loss_sum(model, part), len(part)) for part in data.chunk(2)]
+        loss = torch.stack(means).sum() * scale
+        if term == "penalty":
+            loss = loss + model[0].bias.pow(2).sum()
+        if term == "output":
+            loss = loss + model(data).abs().mean()
+        loss.backward()
+    if term == "none":
+        assert_gradients(model, [scale * grad for grad in reference((0,))])
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_what_would_be_divided_by_tokens_as_well_is_named(strategy: str) -> None:
+    run_ranks(2, with_other_terms, strategy, "none", 4.0)
+    for term in ("penalty", "output"):
+        expect_error(2, with_other_terms, strategy, term, 2.0, error="StateError", contains=["other terms", "total="])
+    words = ["earlier losses", "total="]
+    expect_error(2, with_other_terms, strategy, "before", 1.0, error="StateError", contains=words)
+
+
+def on_one_rank(strategy: str) -> None:
+    """Two models in turn, a micro-batch given up before its backward, two losses in one micro-batch."""
+    pairs = [(build(), lamina.shard(build(), strategy, units=[nn.Linear])) for _ in range(2)]
+    for step in range(2):
+        for plain, model in pairs:
+            with lamina.accumulate(model, last=False):
+                lamina.token_mean(loss_sum(model, tokens_of(0, 0)), 6)  # not finite, say
+            for micro in (0, 1):
+                data = tokens_of(step, micro)
+                with lamina.accumulate(model, last=micro == 1):
+                    means = [lamina.token_mean(loss_sum(model, part), len(part)) for part in data.chunk(2)]
+                    torch.stack(means).sum().backward()
+                (loss_sum(plain, data) / (COUNTS[step, 0] + COUNTS[step, 1])).backward()
+            assert_gradients(model, [p.grad for p in plain.parameters()])
+            for each in (plain, model):
+                each.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_tokens_of_one_rank(strategy: str) -> None:
+    run_ranks(1, on_one_rank, strategy)
+    run_ranks(2, on_one_rank, strategy)

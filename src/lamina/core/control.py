@@ -285,13 +285,15 @@ def _never() -> bool:
 class Flags:
     """Yes or no of every rank about many things, without a round trip for those who know: started, then read or not.
 
-    On a group of their own: what is sent and not waited for must not meet another rank's exchange.
+    On a group of their own: what is sent and not waited for must not meet another rank's exchange. With them travels
+    a number that should be the same on all ranks; whether it was is known when the next flags start.
     """
 
     def __init__(self, control: Control, group: dist.ProcessGroup | None) -> None:
         self.control, self.group = control, group
         self._work: dist.Work | None = None
         self._counts = torch.empty(0, dtype=torch.int32)
+        self.differed = False  # the number of the flags before the last
         _flags.add(self)
 
     def drop(self) -> None:
@@ -301,16 +303,22 @@ class Flags:
             with suppress(RuntimeError):  # a peer that was faster to end
                 work.wait(LAST_WAIT)
 
-    def start(self, flags: list[bool]) -> Callable[[], list[bool]]:
-        """Send this rank's flags; the result, when called, waits and tells for each whether any rank said yes."""
+    def start(self, flags: list[bool], alike: int = 0) -> Callable[[], list[bool]]:
+        """Send this rank's flags; the result, when called, waits and tells for each whether any rank said yes.
+
+        Args:
+            alike: a number of 31 bits that is the same on all ranks if all is well; see `differed`.
+        """
         self.control.wait(self._work)  # of the time before: ended long ago
-        self._counts = torch.tensor(flags, dtype=torch.int32)
+        largest = self._counts[-2:].tolist()
+        self.differed = sum(largest) != 0  # the maximum, and that of the negative
+        self._counts = torch.tensor([*flags, alike, -alike], dtype=torch.int32)
         self._work = dist.all_reduce(self._counts, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
         def read() -> list[bool]:
             self.control.wait(self._work)
             self._work = None
-            return [bool(count) for count in self._counts.tolist()]
+            return [bool(count) for count in self._counts[:-2].tolist()]
 
         return read
 

@@ -52,6 +52,14 @@ class Share:
     contributes: bool = True  # whether this one has
     left: int = COMPARED_BACKWARDS
     mixed: list[Mixed] = field(default_factory=list)  # since the last backward
+    steps: int = 0  # of optimizers, so far
+    steps_sum: int = 0  # checksum of these, in any order
+    settings: str = ""  # of the last one
+
+    def note_step(self, settings: str) -> None:
+        """An optimizer steps parameters of the model."""
+        self.steps, self.settings = self.steps + 1, settings
+        self.steps_sum = (self.steps_sum + zlib.crc32(settings.encode())) & 0x7FFFFFFF
 
 
 def differentiable(handler: _Handler) -> _Handler:

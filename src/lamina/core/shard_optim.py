@@ -38,8 +38,10 @@ _SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim states 
 _dirty, _grad_of = attrgetter("spec.dirty"), attrgetter("grad")
 _CUT = {Shard, type(None)}  # types of gradients that need nothing
 
+_SETTINGS = ("lr", "weight_decay")
+SHARES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter of a sharded model -> the model's `Share`
 COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag of the copies made of it
-BEFORE_BACKWARDS: list[Callable[[], None]] = []  # called when the outermost backward begins,
+BEFORE_BACKWARDS: list[Callable[[list[Any]], None]] = []  # called with its roots when the outermost backward begins,
 AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
 AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
 _registered = False
@@ -74,6 +76,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     is refused by the operations.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if type(param) is Shard]
+    _note_step(optimizer, params)
     if not params:
         return
     with AS_PLAIN():
@@ -88,6 +91,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for param in params if seen != _AS_MEANT else ():
             _cut_states(optimizer.state.get(param, {}), param)
         _note_states(optimizer, len(optimizer.state))
+
+
+def _note_step(optimizer: torch.optim.Optimizer, params: list[Shard]) -> None:
+    """Ranks compare what steps they have made; see alike.py."""
+    if params:
+        share = params[0].spec.share
+    elif SHARES:
+        share = next((SHARES[p] for group in optimizer.param_groups for p in group["params"][:1] if p in SHARES), None)
+    else:
+        return
+    if share is not None and share.group is not None:
+        settings = [(key, group[key]) for group in optimizer.param_groups for key in _SETTINGS if key in group]
+        share.note_step(", ".join(f"{key}={value!r}" for key, value in settings if type(value) in (float, int)))
 
 
 def leave_states(optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +208,7 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
         is_outermost = accumulates and torch._C._current_graph_task_id() == -1
         try:
             for begin in BEFORE_BACKWARDS if is_outermost else ():
-                begin()
+                begin(_several(args[0] if args else kwargs["tensors"]))
             found = function(*args, **kwargs)
             for end in AFTER_BACKWARDS if is_outermost else ():
                 end()

@@ -111,7 +111,7 @@ class Engine:
         circumstances += [f"keep {unit.index}" for unit in self.units if unit.kept]  # they are not reduced
         key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, " ".join(circumstances), self.resident)
         self._open(key, task)
-        self.gradients.begin()
+        self.gradients.begin_phase()
 
     def _open(self, key: Key, owner: object) -> None:
         if self.one_sided:

@@ -12,23 +12,27 @@ Note [Given up]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lamina.core.control import Control, Flags, finish
 from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.slots import Slot, SlotState
 from lamina.errors import ParameterChanged, StateError
+from lamina.runtime.alike import Alike
 from lamina.runtime.direct import DirectRoute
 from lamina.runtime.lockstep import FREEZE_ALIKE
+from lamina.runtime.pending_gradient import PendingGradient
 from lamina.runtime.phase import Phase
 from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
 from lamina.runtime.unit import Unit
+from lamina.runtime.unit_gradients import local_of
 
 _grad_of = attrgetter("grad")
 
@@ -42,13 +46,19 @@ class Gradients:
         self.units, self.control, self.lanes = list(units), control, lanes
         self.reducer, self.residency = reducer, residency
         self.flags = Flags(control, self.units[0].mesh.flags if units else None)
+        self.alike = Alike(self.units, control)
         self.last_micro_batch = True
         self.defer = False
         self.accumulating = False
+        self.alone: dict[int, int] = {}  # without units: versions of gradients when the backward began
         self.contributes = True  # False: this rank has run out of data and reduces zeros
         self.active_ranks = control.world  # over which gradients are averaged
         self._versions: dict[int, int] = {}  # of gradients, by id, when the last micro-batch had ended
         self.are_aside = False  # what was there before the backward that is under way
+        self.is_token_mean = True  # the backward that is under way
+        self.model: weakref.ref[nn.Module] | None = None
+        self.scope = 0  # number of the `accumulate` that is open
+        self._fresh: tuple[int, Tensor] | None = None  # scope, and tokens counted in it whose backward has not come
         self._tokens: Tensor | None = None  # counted in this step's micro-batches, to be divided by at its end
 
     def set_share(self, contributes: bool, active_ranks: int) -> None:
@@ -60,7 +70,7 @@ class Gradients:
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
         self.set_share(before.contributes, before.active_ranks)
-        self._tokens = before._tokens
+        self._tokens, self._fresh, self.scope = before._tokens, before._fresh, before.scope
 
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
@@ -74,6 +84,11 @@ class Gradients:
                 self.set_aside(unit)
             elif not unit.plain:
                 unit.gradients.hide_hooks()
+
+    def begin_phase(self) -> None:
+        """The backward has reached a unit."""
+        self.refuse_other_terms()
+        self.begin()
 
     def set_aside(self, unit: Unit) -> None:
         """A plain unit's parameters hold nothing from here to the reduction but what is to be reduced."""
@@ -190,6 +205,7 @@ class Gradients:
         self.lanes.compute.wait(self.lanes.reduce.mark())
         self.reducer.let_go()
         complete = [index for index in reduced if index not in self.reducer.partials]
+        self._take_fresh_tokens()
         if self.last_micro_batch and self._tokens is not None:
             self._divide_by_tokens(complete)
         used = self._used_anywhere(complete)
@@ -208,8 +224,7 @@ class Gradients:
         for index, partial in self.reducer.partials.items():
             self.units[index].gradients.hold_places(sums_of_others=partial.climbed > 0)
         if self._tokens is not None and not self.reducer.partials:
-            grads = (grad for unit in self.units for grad in map(_grad_of, unit.params) if grad is not None)
-            self._versions = {id(grad): grad._version for grad in grads}
+            self._versions = self.versions()
 
     def _give_up(self) -> None:
         """Forget the sums of which `p.grad` was cleared. See Note [Given up]."""
@@ -237,7 +252,7 @@ class Gradients:
 
     def _are_cleared(self) -> bool:
         """Whether the gradients of earlier micro-batches, whose tokens are counted, were cleared."""
-        grads = [grad for unit in self.units for grad in map(_grad_of, unit.params) if grad is not None]
+        grads = self._finished()
         if any(self._versions.get(id(grad), grad._version) != grad._version for grad in grads):
             raise StateError(
                 "gradients were written to between micro-batches whose tokens are still being counted: zeroed, they "
@@ -275,15 +290,18 @@ class Gradients:
         """The backward has ended: what came from outside forwards joins gradients that no reduction has bound."""
         for unit in self.units:
             unit.gradients.show_hooks()
-            if unit.communicates and unit.gradients.arrived:
-                unit.gradients.take_in()
+            if unit.communicates and (unit.gradients.arrived or unit.gradients.held):
+                self.refuse_other_terms()
+                unit.gradients.take_in(sums_wait=unit.index in self.reducer.partials)
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
         """By unit and parameter: has any rank a gradient? See Note [None or zero]."""
         here = {index: self.units[index].gradients.touched for index in complete}
         if self.control.world == 1 or not complete:
             return here
-        everyone = self.flags.start(list(chain.from_iterable(here.values())))
+        everyone = self.flags.start(list(chain.from_iterable(here.values())), self.alike.fingerprint(complete))
+        if self.flags.differed:
+            self.alike.refuse()
         if all(here[index] == self.units[index].expected for index in complete):
             return here
         anywhere = iter(everyone())
@@ -304,13 +322,73 @@ class Gradients:
 
     # ---- means over tokens -------------------------------------------------------------------------------------
 
+    @property
+    def counts_tokens(self) -> bool:
+        return self._tokens is not None or self._fresh is not None
+
+    def refuse_other_terms(self) -> None:
+        """A backward has reached the model, or its parameters."""
+        if self.counts_tokens and not self.is_token_mean:
+            raise StateError(
+                "inside `lamina.accumulate`, gradients are divided once by the tokens of all micro-batches, so that a "
+                "loss with other terms beside `lamina.token_mean(...)` would have them divided, too. Give it the "
+                "total: `lamina.token_mean(loss_sum, count, total=lamina.total(counts_of_all_micro_batches))`"
+            )
+
+    def _finished(self) -> list[Tensor]:
+        """Gradients that are there, without places held for sums."""
+        params: Iterable[Tensor] = (param for unit in self.units for param in unit.params)
+        model = None if self.model is None or self.units else self.model()
+        if model is not None:
+            params = model.parameters()
+        return [grad for grad in map(_grad_of, params) if grad is not None and type(grad) is not PendingGradient]
+
+    def _refuse_earlier(self) -> None:
+        """What is there when the first tokens of a step are counted would be divided by them, too. Collective."""
+        sums_wait = any(self.units[index].gradients.waiting for index in self.reducer.partials)
+        is_there = sums_wait or any(bool(local_of(grad).any()) for grad in self._finished())
+        if any(row[0] for row in self.control.exchange([int(is_there)], "tokens beside earlier gradients")):
+            raise StateError(
+                "`lamina.token_mean` inside `lamina.accumulate` divides all gradients by the tokens of its "
+                "micro-batches, and there are gradients of earlier losses: clear them first, or give it the total "
+                "(`total=lamina.total(counts_of_all_micro_batches)`)"
+            )
+
     def add_tokens(self, count: Tensor) -> None:
-        """Tokens of one micro-batch, by which the last one will divide."""
+        """Tokens of one loss, by which the last micro-batch will divide."""
+        if self._fresh is not None and self._fresh[0] == self.scope:
+            self._fresh = self.scope, self._fresh[1] + count
+            return
+        self._fresh = self.scope, count.clone()  # a backward that had not come is not to come any more
         if self.reducer.partials:
             self._give_up()
         elif self._tokens is not None and self._are_cleared():
             self._tokens = None
-        self._tokens = count.clone() if self._tokens is None else self._tokens + count
+        if self._tokens is None and (self.reducer.partials or self._finished()):
+            self._refuse_earlier()
+
+    def _take_fresh_tokens(self) -> None:
+        """The backward has come in which the losses' tokens count."""
+        if self._fresh is not None:
+            self._tokens = self._fresh[1] if self._tokens is None else self._tokens + self._fresh[1]
+            self._fresh = None
+
+    def settle_alone(self) -> None:
+        """On one rank torch does everything, and what is left is to divide by tokens."""
+        grads = self._finished()
+        if all(self.alone.get(id(grad)) == grad._version for grad in grads):
+            return  # a backward of something else
+        self.refuse_other_terms()
+        self._take_fresh_tokens()
+        if self.last_micro_batch and self._tokens is not None:
+            for grad in grads:
+                grad.div_(self._tokens.to(grad.real.dtype).clamp(min=1))
+            self._tokens = None
+        self._versions = self.versions()
+
+    def versions(self) -> dict[int, int]:
+        """Of gradients, by id."""
+        return {id(grad): grad._version for grad in self._finished()}
 
     def _divide_by_tokens(self, complete: Sequence[int]) -> None:
         tokens, self._tokens = self._tokens, None

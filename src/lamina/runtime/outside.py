@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from lamina.runtime.unit import Unit
 
 
+TOKEN_MEAN = "lamina.token_mean"  # in the metadata of the node
+_OPERATIONS = 32  # on a loss, one after the other
+
+
 def listen(unit: Unit) -> None:
     """Take gradients that arrive at whole parameters beside a unit's copies; `Shard`s bring theirs themselves."""
     if unit.plain or unit.communicates:
@@ -56,14 +60,30 @@ def _take(reference: weakref.ref[Unit], position: int, grads: tuple[Tensor | Non
     return (None,)
 
 
-def before_backward() -> None:
+def before_backward(roots: list[Any]) -> None:
     """The outermost backward of this process begins."""
     shard_losses.watch_waiting()
     for engine in list(ENGINES):
+        if engine.gradients.counts_tokens:
+            engine.gradients.is_token_mean = all(map(is_token_mean, roots))
+            if not engine.units:
+                engine.gradients.alone = engine.gradients.versions()
         if engine.is_stale():
             engine.close_failed()
         if engine.phase is None:
             engine.gradients.begin()
+
+
+def is_token_mean(root: Any) -> bool:
+    """Whether a loss is made of nothing but results of `token_mean`: multiples and sums of them."""
+    return _leads_to_means(getattr(root, "grad_fn", None), _OPERATIONS)
+
+
+def _leads_to_means(node: Any, operations: int) -> bool:
+    if node is None or TOKEN_MEAN in node.metadata:
+        return node is not None
+    following = [each for each, _ in node.next_functions if each is not None]
+    return bool(following) and operations > 0 and all(_leads_to_means(each, operations - 1) for each in following)
 
 
 def after_backward() -> None:
@@ -72,6 +92,8 @@ def after_backward() -> None:
         gradients = engine.gradients
         if engine.phase is not None:
             continue  # a backward inside a forward
+        if not engine.units and gradients.counts_tokens:
+            gradients.settle_alone()
         if gradients.are_aside and any(
             not unit.communicates and not unit.kept and gradients.any_of(unit) for unit in engine.units
         ):

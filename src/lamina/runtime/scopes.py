@@ -14,6 +14,7 @@ from lamina.core.slots import DebugMode
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of, runtimes_with
 from lamina.runtime.assemble import RUNTIMES, Runtime
+from lamina.runtime.outside import TOKEN_MEAN
 from lamina.runtime.unit import Unit
 
 Batch = TypeVar("Batch")
@@ -31,6 +32,7 @@ def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[No
     gradients = runtime_of(model).engine.gradients
     before = gradients.last_micro_batch, gradients.defer, gradients.accumulating
     gradients.last_micro_batch, gradients.defer, gradients.accumulating = bool(last), bool(defer), True
+    gradients.scope += 1
     try:
         yield
     finally:
@@ -122,7 +124,11 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
         everything = _sum_over_ranks(runtime, count) if given is None else given
         weight = (1 if gradients is None else gradients.active_ranks) / everything.to(loss_sum.dtype).clamp(min=1)
     weighted = loss_sum * weight
-    return weighted - weighted.detach() + shown.to(weighted.dtype)
+    result = weighted - weighted.detach() + shown.to(weighted.dtype)
+    node: Any = result.grad_fn
+    if node is not None:
+        node.metadata[TOKEN_MEAN] = True
+    return result
 
 
 def _sum_over_ranks(runtime: Runtime | None, count: Tensor) -> Tensor:
@@ -134,8 +140,9 @@ def _sum_over_ranks(runtime: Runtime | None, count: Tensor) -> Tensor:
 
 
 def _recent() -> Runtime | None:
-    """The sharded model whose forward ran last in this process."""
-    return max(RUNTIMES.values(), key=lambda r: r.engine.last_forward, default=None)
+    """The sharded model whose micro-batch it is, or else whose forward ran last in this process."""
+    open_ones = [runtime for runtime in RUNTIMES.values() if runtime.engine.gradients.accumulating]
+    return max(open_ones or RUNTIMES.values(), key=lambda r: r.engine.last_forward, default=None)
 
 
 def even(loader: Iterable[Batch]) -> Iterator[Batch]:

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lamina.core.lanes import Lanes
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
-from lamina.core.shard_optim import COPIED
+from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
@@ -148,6 +148,7 @@ class Unit:
         param = self.params[position]
         factors = self.mesh.factors
         if not factors.uses_shards:
+            SHARES[param] = self.mesh.share
             if not self.plain:
                 COPIED[param] = self.dirty
             if param.data_ptr() != local.data_ptr() or param.dtype is not local.dtype:  # empty ones have no address

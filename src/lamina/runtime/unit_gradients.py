@@ -157,17 +157,23 @@ class UnitGradients:
         before = self.arrived.get(position)
         self.arrived[position] = part.clone() if before is None else before + part
 
-    def take_in(self) -> None:
-        """What has arrived and was not bound with reduced gradients joins `p.grad`, or waits with the sums there."""
+    def take_in(self, sums_wait: bool) -> None:
+        """What has arrived and was not bound with reduced gradients joins `p.grad`, or waits if sums do."""
         arrived, self.arrived = self.arrived, {}
         for position, value in arrived.items():
+            before = self.held.get(position)
+            self.held[position] = value if before is None else before + value
+        for position in list(self.held):
             param = self.params[position]
             with AS_PLAIN():
                 grad = param.grad
+            if grad is None and sums_wait:  # `zero_grad` on any rank gives it up
+                grad = self.pending[position] = pending_gradient(param, self.layout.params[position].name)
+                with AS_PLAIN():
+                    param.grad = grad
             if type(grad) is PendingGradient:
-                before = self.held.get(position)
-                self.held[position] = value if before is None else before + value
                 continue
+            value = self.held.pop(position)
             assert isinstance(param, Shard)
             value = self._after_tensor_hooks(param, self._shard(value, param.spec.derived))
             if isinstance(grad, Shard):
