@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
+from gpu.cards import most_ranks, take_card
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +78,7 @@ def test_gradients_may_move() -> None:
 
 
 def train(rank: int, world: int, folder: str, max_norm: float) -> None:
-    torch.cuda.set_device(rank)
+    take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.LayerNorm(65), nn.Linear(65, 7)).cuda()
@@ -100,6 +101,6 @@ def train(rank: int, world: int, folder: str, max_norm: float) -> None:
 
 
 def test_clipping_in_the_step_on_two_gpus() -> None:
-    assert torch.cuda.device_count() >= 2, "this test needs two GPUs"
+    assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (2, folder, 0.1), nprocs=2)

@@ -11,9 +11,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
+from gpu.cards import most_ranks, take_card
 
 pytestmark = pytest.mark.gpu
-WORLD = min(2, torch.cuda.device_count())
+WORLD = min(2, most_ranks())
 
 
 class Block(nn.Module):
@@ -62,7 +63,7 @@ def steps(transport: str, strategy: str, captures: bool) -> tuple[list[Tensor], 
 
 
 def compare(rank: int, folder: str, transport: str, strategy: str) -> None:
-    torch.cuda.set_device(rank)
+    take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     eager, captured = (steps(transport, strategy, captures) for captures in (False, True))
     for name, wanted, found in zip(("loss", "parameter"), eager, captured, strict=True):
@@ -79,7 +80,7 @@ def test_equals_eager_steps(transport: str, strategy: str) -> None:
 
 
 def misuse(rank: int, folder: str) -> None:
-    torch.cuda.set_device(rank)
+    take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     model = lamina.shard(build(), units=[Block])
     optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2)

@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
+from gpu.cards import most_ranks, take_card
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.datafile import Item
 from lamina.checkpoint.host_copy import HostCopy
@@ -77,7 +78,7 @@ def own_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def begin(rank: int, world: int, folder: str) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.cuda.set_device(rank)
+    take_card(rank)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
@@ -119,13 +120,13 @@ def save_and_go_on(rank: int, world: int, folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["lamina", "fused", "torch"])
 def test_training_goes_on_alike_and_changes_nothing_that_is_saved(kind: str) -> None:
-    world = min(2, torch.cuda.device_count())
+    world = min(2, most_ranks())
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(save_and_go_on, (world, folder, kind), nprocs=world)
 
 
 def load_alone(rank: int, folder: str, path: str) -> None:
-    torch.cuda.set_device(rank)
+    take_card(rank)
     model, optimizer = start("lamina", seed=4)
     lamina.load(path, model, optimizer)
     whole = torch.load(f"{folder}/whole.pt")
@@ -150,7 +151,7 @@ def save_on_all(rank: int, world: int, folder: str) -> None:
 def test_one_gpu_and_plain_safetensors_read_what_all_have_saved() -> None:
     from safetensors.torch import load_file
 
-    world = min(2, torch.cuda.device_count())
+    world = min(2, most_ranks())
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(save_on_all, (world, folder), nprocs=world)
         mp.spawn(load_alone, (folder, f"{folder}/two"), nprocs=1)
@@ -178,7 +179,7 @@ def fail_beside(rank: int, world: int, folder: str) -> None:
 
 
 def test_errors_beside_come_back() -> None:
-    world = min(2, torch.cuda.device_count())
+    world = min(2, most_ranks())
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(fail_beside, (world, folder), nprocs=world)
 

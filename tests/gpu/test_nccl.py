@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
+from gpu.cards import most_ranks, take_card
 from lamina.runtime import direct, summing
 from lamina.runtime.assemble import RUNTIMES
 
@@ -34,7 +35,7 @@ def build() -> nn.Module:
 
 
 def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompute: str, transport: str) -> None:
-    torch.cuda.set_device(rank)
+    take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
     direct.LEAST_PIECE_BYTES = 1 << 20 if rank else 0  # one rank pushes gradients from where they are, others do not
@@ -68,14 +69,14 @@ def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompu
     [("zero3", "c10d"), ("zero3", "peer"), ("zero2", "c10d"), ("zero1", "c10d"), ("ddp", "c10d")],
 )
 def test_equals_one_process(strategy: str, transport: str, slots: int) -> None:
-    assert torch.cuda.device_count() >= 2, "this test needs two GPUs"
+    assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none", transport), nprocs=2)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "2-2-4"])
 def test_peers_of_four_gpus_equal_one_process(strategy: str) -> None:
-    if torch.cuda.device_count() < 4:
+    if most_ranks() < 4:
         pytest.skip("this test needs four GPUs")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (4, folder, strategy, 2, "none", "peer"), nprocs=4)
@@ -83,7 +84,7 @@ def test_peers_of_four_gpus_equal_one_process(strategy: str) -> None:
 
 def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: float | None) -> None:
     """With `max_norm` the optimizer writes what peers read; edits between steps have to be published all the same."""
-    torch.cuda.set_device(rank)
+    take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     lamina.debug(True)
     direct.LEAST_PIECE_BYTES = 0
@@ -122,7 +123,7 @@ def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_peer_is_bitwise_what_nccl_gives(sleeps: bool, max_norm: float | None) -> None:
-    world = torch.cuda.device_count()
+    world = most_ranks()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train_in_16_bit, (world, folder, sleeps, max_norm), nprocs=world)
 
@@ -148,7 +149,7 @@ def test_the_kernel_sums_as_the_passes_do(dtype: torch.dtype, accumulate: bool, 
 
 def distill(rank: int, world: int, folder: str) -> None:
     """Two models on the same ranks share groups and lanes: a student learns from a teacher that learns as well."""
-    torch.cuda.set_device(rank)
+    take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     models = [lamina.shard(build(), "zero3", units=[Block]) for _ in range(2)]
     plains = [build() for _ in range(2)]

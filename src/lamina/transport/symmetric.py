@@ -20,6 +20,7 @@ Note [Symmetric]
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Sequence
 
@@ -206,6 +207,8 @@ def _cannot_reach(where: Sequence[str], members: Sequence[int], me: int, device:
                 "type transport='c10d', or strategy='hsdp' to keep each gather group on one host"
             )
         if int(index) == device.index:
+            if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":  # torch's, for tests on one GPU
+                continue
             return f"transport='peer': {name_ranks([me, other])} share one GPU; type transport='c10d'"
         seen = int(index) < torch.cuda.device_count()  # a launcher may show each rank its own GPU only
         if seen and not torch.cuda.can_device_access_peer(device, int(index)):
