@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import lamina
 from checkpoint.training import UNITS, build, make_optimizer, own_bits, train
 from harness import expect_error, run_ranks
+from lamina.checkpoint.commands import main
 from lamina.checkpoint.snapshot import restore_random_states
 from parity.models import build as language_model
 from parity.models import language_batch, language_loss
@@ -116,6 +117,37 @@ def test_values_that_differ_over_ranks_come_back_to_their_ranks(tmp_path: Path) 
     mean, rolled, position, notes = run_ranks(1, load_what_differs, path)[0]
     assert torch.equal(mean, saved[0][0]) and position == 10 and notes == ["a", 1]
     assert rolled[:2] == untouched[:2]  # another world: random states are left as they are (torch's moved by the model)
+
+
+class Counting(torch.optim.SGD):
+    """Has an entry of its own in its `state_dict()`, and a state of no parameter."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict(state_dict)
+
+
+def test_converting_keeps_what_stands_beside_tensors(tmp_path: Path) -> None:
+    model = lamina.shard(Statistics())
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    model.notes, optimizer.count, optimizer.state["all"] = ["a", 1], 7, {"b": 2}  # type: ignore[index]
+    lamina.save(tmp_path / "a", model, optimizer)
+    for source, kind in (("a", "torch"), ("torch", "lamina")):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / kind), "--to", kind]) == 0
+        other = lamina.shard(Statistics())
+        loaded = Counting(other.parameters(), lr=0.1, momentum=0.9)
+        lamina.load(tmp_path / kind, other, loaded)
+        assert (other.notes, loaded.count, loaded.state["all"]) == (["a", 1], 7, {"b": 2})  # type: ignore[index]
+    saved, plain = torch.load(tmp_path / "torch"), Statistics()
+    plain.load_state_dict(saved["model"])
+    assert plain.notes == ["a", 1] and saved["optimizer"]["count"] == 7
 
 
 def only_dice() -> list[float]:

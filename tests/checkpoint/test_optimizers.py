@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lamina
 from harness import expect_error, run_ranks
+from lamina.checkpoint.commands import main
 
 WIDTH = 40
 
@@ -136,6 +137,7 @@ def test_states_of_a_rank_go_to_the_same_rank_or_are_refused(tmp_path: Path) -> 
     words = ["state 'codes' of 0.weight is each rank's own", "'scales'"]
     expect_error(2, loaded, path, "own", "ddp", True, error="CheckpointError", contains=words)
     expect_error(1, loaded, path, "own", "zero3", True, error="CheckpointError", contains=words)
+    assert main(["convert", path, str(tmp_path / "b")]) == 1 and not (tmp_path / "b").exists()
 
 
 class Unusual(torch.optim.Optimizer):

@@ -30,6 +30,7 @@ from lamina.checkpoint.datafile import (
     write_file,
 )
 from lamina.checkpoint.exporting import INDEX, Exported, index_of, lay_out_files, target_dtype
+from lamina.checkpoint.foreign import EXTRA_STATE
 from lamina.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -44,7 +45,7 @@ from lamina.checkpoint.manifest import (
 from lamina.checkpoint.snapshot import file_name, versions
 from lamina.checkpoint.source import LaminaSource, Source, Stored, Transfer
 from lamina.checkpoint.values import decode, dtype_name, encode
-from lamina.errors import UsageError
+from lamina.errors import CheckpointError, UsageError
 
 FORMATS = ("lamina", "torch", "dcp", "hf")
 
@@ -58,6 +59,7 @@ class Everything:
     optimizer: OptimizerEntry | None
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # parameter -> key
     extra: Any = None
+    modules: dict[str, Any] = field(default_factory=dict)  # what `get_extra_state()` gave, by module
 
 
 def convert(source: Source, target: Path, kind: str) -> None:
@@ -89,9 +91,17 @@ def read_everything(source: Source) -> Everything:
     transfers = [_transfer(found.tensors, name, stored) for name, stored in source.tensors.items()]
     for name, entry in source.optimizer.states.items() if source.optimizer is not None else ():
         into = found.states.setdefault(name, {})
+        own = [key for key, whole in entry.whole.items() if whole.file is None]
+        if own:
+            raise CheckpointError(
+                f"state {own[0]!r} of `{name}` in {source.where} is each rank's own, such as of its part of the "
+                "parameter: it fits only the number of ranks and the strategy that it was saved in. `lamina checkpoint "
+                "export` writes the model alone"
+            )
         transfers += [_transfer(into, key, source.state(name, key)) for key in (*entry.split, *entry.whole)]
     source.verify((), staging, transfers)
-    found.extra = source.beside(0, 0, staging)["extra"]
+    beside = source.beside(0, 0, staging)
+    found.extra, found.modules = beside["extra"], beside["modules"]
     return found
 
 
@@ -109,7 +119,9 @@ def write_lamina(found: Everything, target: Path) -> None:
     items += [Item(state_key(k, name), v) for name, held in found.states.items() for k, v in held.items()]
     extra = encode(found.extra, "extra")
     items += [Item(f"extra/{i}", tensor, flat=False) for i, tensor in enumerate(extra.tensors)]
-    draft = lay_out(items, {"extra": json.dumps(extra.json), "modules": "{}"})
+    modules = encode(found.modules, "get_extra_state()")
+    items += [Item(f"modules/{i}", tensor, flat=False) for i, tensor in enumerate(modules.tensors)]
+    draft = lay_out(items, {"extra": json.dumps(extra.json), "modules": json.dumps(modules.json)})
     folder = folders.prepare(target)
     staging = torch.empty(STAGING_BYTES, dtype=torch.uint8)
     written = write_file(folder / file_name(0), draft, stream(draft.items, staging))
@@ -133,7 +145,7 @@ def write_lamina(found: Everything, target: Path) -> None:
         optimizer=None if found.optimizer is None else _in_one_file(found.optimizer),
         extra="shared",
         random=False,
-        pickled=tuple(extra.pickled),
+        pickled=(*extra.pickled, *modules.pickled),
     )
     folders.publish(target, manifest)
 
@@ -155,7 +167,8 @@ def _in_one_file(entry: OptimizerEntry) -> OptimizerEntry:
 
 def write_torch(found: Everything, target: Path) -> None:
     """`torch.save` of what one process's `state_dict()`s would be: tied names each, parameters numbered by group."""
-    saved: dict[str, Any] = {"model": _model_state(found), "extra": found.extra}
+    modules = {f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE: state for name, state in found.modules.items()}
+    saved: dict[str, Any] = {"model": {**_model_state(found), **modules}, "extra": found.extra}
     if found.optimizer is not None:
         numbers: dict[str, int] = {}
         groups = []
@@ -163,7 +176,9 @@ def write_torch(found: Everything, target: Path) -> None:
             members = [numbers.setdefault(name, len(numbers)) for name in group.parameters]
             groups.append({**decode(group.options), "params": members, "param_names": list(group.parameters)})
         states = {numbers[name]: _state(found, name) for name in found.optimizer.states if name in numbers}
-        saved["optimizer"] = {"state": states, "param_groups": groups}
+        more = {what: decode(value) for what, value in found.optimizer.more.items()}
+        states = {**more.get("state", {}), **states}
+        saved["optimizer"] = {**more.get("entries", {}), "state": states, "param_groups": groups}
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.parent / f".{target.name}.partial"
     torch.save(saved, beside)
@@ -174,6 +189,9 @@ def write_dcp(found: Everything, target: Path) -> None:
     """As a job with FSDP2 would save `{"model": ..., "optimizer": ...}` with names, by torch's own package."""
     import torch.distributed.checkpoint as dcp
 
+    if found.modules:
+        names = ", ".join(map(repr, found.modules))
+        warnings.warn(f"what get_extra_state() of {names} gave is not written in this format", stacklevel=3)
     saved: dict[str, Any] = {"model": _model_state(found), "extra": found.extra}
     if found.optimizer is not None:
         groups = [{**decode(g.options), "params": list(g.parameters)} for g in found.optimizer.groups]

@@ -29,6 +29,7 @@ from lamina.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+EXTRA_STATE = "_extra_state"  # the last part of its key in torch's state dicts
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 ANY = ""  # the class of an optimizer that a foreign checkpoint does not name
@@ -90,6 +91,8 @@ class TorchSource(Source):
         model = next((saved[key] for key in MODEL_KEYS if isinstance(saved.get(key), Mapping)), saved)
         optimizer = next((saved[key] for key in OPTIMIZER_KEYS if isinstance(saved.get(key), Mapping)), None)
         found = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+        self._modules = {name: value for name, value in model.items() if name.split(".")[-1] == EXTRA_STATE}
+        found = {name: value for name, value in found.items() if name not in self._modules}
         self._tie(found)
         self.tensors = {name: whole(value, name) for name, value in found.items()}
         self._flat: dict[str, Tensor] = dict(found)
@@ -121,7 +124,10 @@ class TorchSource(Source):
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             groups.append(GroupEntry(members, {k: encode(v, k, inline_tensors=True).json for k, v in options.items()}))
         states = {names[at]: self._state(names[at], state) for at, state in saved["state"].items() if at in names}
-        return OptimizerEntry(ANY, tuple(groups), states)
+        others = {key: value for key, value in saved["state"].items() if key not in names and type(key) is not int}
+        entries = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+        more = {"state": _small(others), "entries": _small(entries)}
+        return OptimizerEntry(ANY, tuple(groups), states, {what: json for what, json in more.items() if json})
 
     def _state(self, name: str, state: Mapping[str, Any]) -> StateEntry:
         entry, shape = StateEntry(), self.tensors[name].shape
@@ -135,10 +141,17 @@ class TorchSource(Source):
         return TensorFile(self._flat)
 
     def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
-        return {"extra": self._extra, "modules": {}}
+        modules = {name.rpartition(".")[0]: value for name, value in self._modules.items()}
+        return {"extra": self._extra, "modules": modules}
 
     def state(self, name: str, key: str) -> Stored:
         return whole(self._flat[f"{key} of {name}"], f"{key} of {name}")
+
+
+def _small(kept: Mapping[Any, Any]) -> Any:
+    """What an optimizer keeps beside its parameters' states, encoded; without what holds large tensors."""
+    small = {key: value for key, value in kept.items() if not encode(value, "", inline_tensors=True).tensors}
+    return encode(small, "", inline_tensors=True).json
 
 
 def _enter(entry: StateEntry, key: str, value: Any, shape: tuple[int, ...]) -> None:
