@@ -72,6 +72,7 @@ def test_the_machine_file_marks_what_was_measured(measured: Measured) -> None:
     marks = {name: mark.mark for name, mark in machine.marks.items()}
     assert marks["memory_bytes_per_s"] == marks["gather_bytes_per_s"] == marks["copy_bytes_per_s"] == "measured"
     assert marks["network_bytes_per_s"] == "assumed"
+    assert machine.interference == 1.0 and "threads" in machine.marks["interference"].source  # no device: same cores
 
 
 def test_a_known_gpu_brings_its_network(measured: Measured) -> None:

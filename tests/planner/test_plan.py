@@ -127,6 +127,18 @@ def test_one_strategy_alone() -> None:
     assert not forecast.taken.fits
 
 
+def test_a_captured_step_is_a_choice_on_gpus() -> None:
+    eager, captured = (
+        lamina.plan(meta_gpt(64, 2), 2, batch=1, seq=8, strategy="zero3", capture=capture) for capture in (False, True)
+    )
+    assert captured.taken.time.host_ms == 0 < eager.taken.time.host_ms
+    assert captured.taken.time.total_ms < eager.taken.time.total_ms
+    assert "by lamina.capture" in str(captured) and "captured" not in str(eager)
+    cpu = dataclasses.replace(load_machine("h100"), device="CPU, 2 cores", name="mine")
+    with pytest.raises(UsageError, match=r"capture=True: mine \(CPU, 2 cores\) has no CUDA graphs"):
+        lamina.plan(meta_gpt(64, 2), 2, batch=1, seq=8, capture=True, machine=cpu)
+
+
 class Wordy(nn.Module):
     """Little but a large vocabulary; `scaled`: it reads its logits before it gives them away."""
 

@@ -32,6 +32,7 @@ ASSUMED = {
     "fixed_bytes": 0.0,
     "communicator_bytes": 0.0,
 }
+SAME_CORES = Mark("assumed", "lanes of a CPU are threads of the cores that compute")
 LINKS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "exchange", "all_reduce": "sum"}
 
 
@@ -48,6 +49,8 @@ def machine_of(facts: Facts, measured: Measured) -> Machine:
             continue
         if known is not None:
             values[key], marks[key] = getattr(known, key), known.marks[key]
+        elif key == "interference" and not facts.devices:
+            values[key], marks[key] = 1.0, SAME_CORES
         else:
             values[key], marks[key] = assumed, Mark("assumed", "not measured here; change it if you know better")
     return Machine(
