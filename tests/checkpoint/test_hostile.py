@@ -22,6 +22,7 @@ import torch
 
 import lamina
 from checkpoint.training import UNITS, build, make_optimizer, own_bits, train
+from harness import run_ranks
 from lamina.checkpoint import commands, folders, saving
 from lamina.checkpoint.manifest import MANIFEST_NAME, _own_crc
 
@@ -313,6 +314,39 @@ def test_extras_of_every_kind_come_back_or_are_refused(job: Job, tmp_path: Path)
         ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(lamina.UsageError, match="that is nested"):
         job.save(tmp_path / "a", extra=ragged)
+
+
+def save_and_load_inside(path: str) -> bool:
+    """Where parameters are whole, saves and loads are refused; in inference mode they are as always."""
+    job = Job(seed=3)
+    before = own_bits(job.model, job.optimizer)
+    calls: list[Callable[[], object]] = [lambda: job.save(Path(path)), lambda: lamina.load(path, job.model)]
+    for call in calls:
+        hook = job.model.blocks[1].register_forward_hook(lambda *_, call=call: call())
+        with pytest.raises(lamina.StateError, match="is a full tensor now"):
+            train(job.model, job.optimizer, range(1))
+        hook.remove()
+        with lamina.gathered(job.model), pytest.raises(lamina.StateError, match="is a full tensor now"):
+            call()
+    assert not Path(path).exists() and all(map(torch.equal, own_bits(job.model, job.optimizer), before))
+    for wait in (True, False):
+        with torch.inference_mode():
+            job.save(Path(path), wait=wait, extra=5)
+        job.save(Path(path), wait=wait, extra=5)
+    fresh = make_optimizer("torch", job.model)
+    with torch.inference_mode():
+        assert lamina.load(path, job.model, fresh) == 5
+    equal = all(map(torch.equal, own_bits(job.model, fresh), before))
+    train(job.model, fresh, range(1))
+    for value in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+        fresh.state[next(iter(fresh.state))]["odd"] = value
+        with pytest.raises(lamina.UsageError, match="optimizer state 'odd' of `.*` is a tensor"):
+            lamina.save(path, job.model, fresh)
+    return equal
+
+
+def test_inside_a_scope(tmp_path: Path) -> None:
+    assert all(run_ranks(2, save_and_load_inside, str(tmp_path / "a")))
 
 
 def test_tensors_without_plain_values_are_refused_by_name(job: Job, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lamina.checkpoint.values import check_plain
 from lamina.core.layout import ParamSpec, Segment
 from lamina.core.mesh import DataMesh
 from lamina.core.strategy import Factors
-from lamina.errors import UsageError
+from lamina.errors import StateError, UsageError
 from lamina.runtime.assemble import Runtime
 from lamina.runtime.unit import PARTS, Unit
 from lamina.runtime.unit_gradients import local_of
@@ -139,7 +139,7 @@ def ties_of(runtime: Runtime) -> dict[str, str]:
 
 def whole_tensors(model: nn.Module, held: Sequence[Held]) -> list[Whole]:
     """Persistent buffers and parameters outside all units, by qualified name."""
-    placed = {id(h.param) for h in held}
+    placed, names = {id(h.param) for h in held}, {h.name for h in held}
     found, seen = [], set()
     for prefix, module in model.named_modules():
         inside = f"{prefix}." if prefix else ""
@@ -148,6 +148,11 @@ def whole_tensors(model: nn.Module, held: Sequence[Held]) -> list[Whole]:
             if value is None or id(value) in placed or id(value) in seen:
                 continue
             seen.add(id(value))
+            if inside + key in names:
+                raise StateError(
+                    f"`{inside}{key}` is a full tensor now, of a forward or of lamina.gathered(model), which "
+                    "checkpoints do not hold: save and load outside"
+                )
             if type(value) not in (Tensor, nn.Parameter):
                 kind = type(value).__name__
                 raise UsageError(f"`{inside}{key}` is a {kind}, which lamina's checkpoints do not hold")

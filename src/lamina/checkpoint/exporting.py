@@ -97,7 +97,7 @@ def export(
     """
     path, runtime = folders.given(path, "export(path, model)"), runtime_of(model)
     control, what = runtime.control, f"exporting to {path}"
-    with at_place(control, "export", path):
+    with at_place(control, "export", path), torch.inference_mode(False), torch.no_grad():
         BACKGROUND.finish(model)
         target = Path(os.path.realpath(path))
         check_same_text(control, "arguments to export", [f"{target} {list(parameters)} {dtype} {file_bytes}"])

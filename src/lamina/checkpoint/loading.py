@@ -64,7 +64,8 @@ def load(
     """
     path, runtime = folders.given(path, "load(path, model)"), runtime_of(model)
     control, what = runtime.control, f"loading {path}"
-    with at_place(control, "load", path), torch.no_grad():
+    # what is made in inference mode can never be trained
+    with at_place(control, "load", path), torch.inference_mode(False), torch.no_grad():
         BACKGROUND.finish(model)
         loading, error = attempt(lambda: Loading(path, runtime, model, optimizer, strict))
         arguments = [f"load({os.path.abspath(path)!r}, strict={bool(strict)}, optimizer={optimizer is not None})"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamina.checkpoint.contents import Held, Whole
 from lamina.checkpoint.manifest import GroupEntry, state_key
-from lamina.checkpoint.values import TAG, dtype_name, encode
+from lamina.checkpoint.values import TAG, check_plain, dtype_name, encode
 from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UsageError
 
@@ -110,6 +110,8 @@ def _take_state(
     split, whole = states.split.setdefault(name, {}), states.whole.setdefault(name, {})
     values = states.values.setdefault(name, {})
     for key, value in state.items():
+        if isinstance(value, Tensor):
+            check_plain(value, f"optimizer state {key!r} of `{name}`")
         if held is not None and is_split(key, value, held):
             split[key] = value.local if isinstance(value, Shard) else value
         elif isinstance(value, Shard):

@@ -64,7 +64,7 @@ def save(
     """
     path, runtime = folders.given(path, "save(path, model)"), runtime_of(model)
     control = runtime.control
-    with at_place(control, "save", path):
+    with at_place(control, "save", path), torch.inference_mode(False), torch.no_grad():  # buffers outlive the call
         BACKGROUND.finish(model)
         looked, error = attempt(lambda: Look.at(path, model, optimizer, extra))
         alike = {"arguments to save": [f"save({os.path.abspath(path)!r}, wait={bool(wait)})"]}
