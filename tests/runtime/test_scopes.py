@@ -241,3 +241,18 @@ def on_one_rank(strategy: str) -> None:
 def test_tokens_of_one_rank(strategy: str) -> None:
     run_ranks(1, on_one_rank, strategy)
     run_ranks(2, on_one_rank, strategy)
+
+
+def tokens_on_one(strategy: str) -> None:
+    """One rank weighs by tokens, the other takes its own mean."""
+    rank, model = torch.distributed.get_rank(), lamina.shard(build(), strategy, units=[nn.Linear])
+    for step in range(2):
+        data = tokens_of(rank, 0, step)
+        is_mine = rank == 0 and step == 1
+        (lamina.token_mean(loss_sum(model, data), len(data)) if is_mine else model(data).pow(2).mean()).backward()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_token_mean_on_one_rank_is_named(strategy: str) -> None:
+    """Its sum must not meet a reduction: of another size, it ended the process."""
+    expect_error(2, tokens_on_one, strategy, error="Disagreement", contains=["lamina.token_mean()"], timeout=15)

@@ -61,7 +61,16 @@ class GroupMaker:
         """All data ranks, for sums: their order does not matter."""
         if len(self.ranks) == 1:
             return None
-        return self._group(sorted(self.ranks), "reduce", self.backend)
+        return self._group(sorted(self.ranks), self.sums, self.backend)
+
+    @property
+    def sums(self) -> str:
+        """The lane of sums that the user's calls ask for (norms, tokens): some ranks may ask and others not.
+
+        On Gloo a lane of its own: beside reductions they would pair with one of another size, and the process is ended,
+        or both ranks wait with nothing to prove. A further communicator of NCCL costs device memory.
+        """
+        return "reduce" if self.backend == "nccl" else "sums"
 
     def on_host(self, lane: str) -> dist.ProcessGroup | None:
         """A host-side group of all data ranks."""

@@ -100,7 +100,7 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataM
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
-    shard_group = maker.make(Level(factors.optimizer, 1), "reduce")  # `place` is that in the group, not the range
+    shard_group = maker.make(Level(factors.optimizer, 1), maker.sums)  # `place` is that in the group, not the range
     everyone, flags = maker.everyone(), maker.on_host("flags")
     share = Share(everyone, factors.world)
     return DataMesh(
