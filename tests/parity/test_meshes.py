@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import lamina
 from harness import expect_error, run_ranks
 from lamina.core.strategy import resolve
+from lamina.runtime.assemble import RUNTIMES
 from parity.models import UNITS, build
 from parity.reference import MAX_NORM, TOLERANCE, Recipe, difference, language_loss_of, of_language, own_part, sharded
 
@@ -50,6 +52,29 @@ def test_hybrid_meshes_equal_one_process(
 ) -> None:
     for found in run_ranks(world, hybrid, strategies, shape, names):
         assert max(found.values()) <= TOLERANCE, found
+
+
+def on_hosts(names: list[str]) -> tuple[str, float]:
+    """The border between nodes, found by the names of hosts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: names[dist.get_rank()])
+        model = lamina.shard(build(), "hsdp", units=UNITS)
+    recipe = Recipe()
+    factors = RUNTIMES[model].units[0].mesh.factors
+    return f"{factors.params} of {factors.world}", sharded(model, of_language(len(names), recipe), recipe)
+
+
+def test_a_node_is_a_replica_where_no_mesh_says_otherwise() -> None:
+    for found, worst in run_ranks(4, on_hosts, ["a", "a", "b", "b"]):
+        assert found == "2 of 4" and worst <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(["a", "b", "a", "b"], ["ranks 0, 2", "--distribution=block"]), (["a", "a", "a", "b"], ["ranks 0-2", "as many"])],
+)
+def test_nodes_that_make_no_replicas_are_named_on_every_rank(names: list[str], words: list[str]) -> None:
+    expect_error(4, on_hosts, names, error="UsageError", contains=[*words, "init_device_mesh"], timeout=15)
 
 
 def hybrid_on_one_replica() -> float:

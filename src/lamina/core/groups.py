@@ -7,6 +7,8 @@ different units (tests/parity/test_two_models.py).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,25 @@ import torch.distributed as dist
 
 from lamina.core.strategy import Level
 from lamina.core.watch_evidence import OUR_GROUPS
-from lamina.errors import UsageError
+from lamina.errors import TransportError, UsageError
 
 # NCCL's own choice of channels takes more device memory for each communicator (0.3 GiB on two H200) and is not faster.
 NCCL_MAX_BLOCKS = 16
+
+
+@contextlib.contextmanager
+def naming_the_network() -> Iterator[None]:
+    """Where Gloo's ranks do not find each other, say what to type."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise TransportError(
+            "ranks do not reach each other through Gloo, over which they agree on what they do. On several nodes, name "
+            "the network that joins them, on each node: `export GLOO_SOCKET_IFNAME=eth0` (`ip -brief address` lists "
+            f"the interfaces). Gloo says: {error}"
+        ) from error
 
 
 def _nccl_options() -> Any:
@@ -87,12 +104,13 @@ class GroupMaker:
             )
         key = (lane, tuple(global_ranks))
         if key not in self._made:
-            made = dist.new_group(
-                global_ranks,
-                backend=backend,
-                use_local_synchronization=not self.whole_world,
-                pg_options=_nccl_options() if backend == "nccl" else None,
-            )
+            with naming_the_network():
+                made = dist.new_group(
+                    global_ranks,
+                    backend=backend,
+                    use_local_synchronization=not self.whole_world,
+                    pg_options=_nccl_options() if backend == "nccl" else None,
+                )
             if isinstance(made, dist.ProcessGroup):  # this rank is a member
                 OUR_GROUPS.add(str(made.group_name))
             self._made[key] = made

@@ -7,6 +7,8 @@ and once for reductions (two lanes on one communicator would wait for each other
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
+from lamina.core.control import name_ranks
 from lamina.core.door import Door
 from lamina.core.groups import Group, GroupMaker
 from lamina.core.shard_losses import Share
@@ -132,10 +135,26 @@ def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:
 
 
 def _ranks_per_node(group: dist.ProcessGroup | None) -> int | None:
-    """Ranks that share this rank's node, when they are fewer than all and the same on every node."""
-    import socket
+    """Ranks that share a node, as hosts call themselves; None: all are on one.
 
-    names: list[str | None] = [None] * dist.get_world_size(group)
+    Raises:
+        UsageError: on every rank, where nodes hold different numbers of ranks, or ranks that are not neighbours.
+    """
+    names: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(names, socket.gethostname(), group=group)
-    per_node = {names.count(name) for name in names}
-    return per_node.pop() if len(per_node) == 1 and len(set(names)) > 1 else None
+    nodes = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+    if len(nodes) == 1:
+        return None
+    here = "; ".join(f"{json.dumps(name)} has {name_ranks(ranks)}" for name, ranks in list(nodes.items())[:4])
+    mesh = "give mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        raise UsageError(
+            f"strategy='hsdp' makes a replica of each node, and nodes differ: {here}. Start as many ranks on each, or "
+            f"{mesh}"
+        )
+    if any(ranks[-1] - ranks[0] >= len(ranks) for ranks in nodes.values()):
+        raise UsageError(
+            f"strategy='hsdp' makes a replica of each node, and ranks are dealt to nodes in turn: {here}. Start "
+            f"neighbours on one node (torchrun does; under SLURM type `srun --distribution=block`), or {mesh}"
+        )
+    return len(names) // len(nodes)

@@ -2,22 +2,78 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
+import socket
+import struct
 
 import torch
 import torch.distributed as dist
 
+from lamina.core.groups import naming_the_network
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
 
 def initialise_distributed() -> None:
     """Start the default process group from torchrun's variables, if there are any and nobody did it before."""
+    choose_interface()
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
         return
     if torch.cuda.is_available():
         device = local_cuda_device()
         torch.cuda.set_device(device)
-        dist.init_process_group("cuda:nccl,cpu:gloo")
-    else:
-        dist.init_process_group("gloo")
+    with naming_the_network():
+        dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+
+
+def choose_interface() -> None:
+    """Tell Gloo which network joins the nodes, where it would take the loopback device.
+
+    Gloo binds to an address of the host's name. On many clusters it has none, or 127.0.1.1, and ranks of two nodes
+    never meet. The network over which this host reaches the launcher's address is one that all share.
+    """
+    world, local = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    master = os.environ.get("MASTER_ADDR")
+    if world == local or master is None or GLOO_INTERFACE in os.environ:
+        return
+    if all(map(_is_loopback, _addresses_of(socket.gethostname()))):
+        name = _interface_towards(master)
+        if name is not None:
+            os.environ[GLOO_INTERFACE] = name
+
+
+def _addresses_of(host: str) -> list[str]:
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interface_towards(host: str) -> str | None:
+    """The interface of the IPv4 address from which this host would speak to another; None: it would not leave it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            own = probe.getsockname()[0]
+            names = [name for _, name in socket.if_nameindex()]
+            return None if _is_loopback(own) else next((n for n in names if _address_of(probe, n) == own), None)
+    except OSError:
+        return None
+
+
+def _address_of(probe: socket.socket, interface: str) -> str | None:
+    try:
+        found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:  # it has none
+        return None
+    return socket.inet_ntoa(found[20:24])
 
 
 def local_cuda_device() -> torch.device:

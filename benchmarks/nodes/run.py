@@ -1,0 +1,88 @@
+"""Two emulated nodes of two ranks each: is every strategy right across them, what does the border cost, who finds it?
+
+    python benchmarks/nodes/run.py      # Linux, root
+
+Two `torchrun --nnodes 2` groups run in network namespaces of their own, with host names of their own, joined by a link
+of 5 ms and 125 MB/s (1 Gbit/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from link import ADDRESSES, Link, inside
+
+HERE = Path(__file__).parent
+TIME_LIMIT_S = 300
+PORT = 29400
+
+
+def start(link: Link, node: int, words: list[str]) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    where = ["--node-rank", str(node), "--master-addr", ADDRESSES[0], "--master-port", str(PORT)]
+    command = inside(link.names[node], f"node-{'ab'[node]}", [*torchrun, *where, *words])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, text=True)
+
+
+def show_faults(link: Link, faults: list[str], save: Path | None) -> None:
+    """What each fault of rank 3 is called on the other ranks, and when."""
+    rows = []
+    for fault in faults:
+        with tempfile.TemporaryDirectory() as folder:
+            told = Path(folder, "told.json")
+            words = [str(HERE / "job.py"), "--fault", fault, "--strategies", "hsdp", "--save", str(told)]
+            nodes = [start(link, node, words) for node in (0, 1)]
+            for node in nodes:
+                node.wait(timeout=TIME_LIMIT_S)
+            heard = {rank: told.with_suffix(f".{rank}") for rank in range(3)}
+            said = {rank: json.loads(path.read_text()) for rank, path in heard.items() if path.exists()}
+        rows.append({"fault": fault, "said": said})
+        for rank, each in said.items():
+            print(f"{fault:>9}: rank {rank} after {each['seconds']:.1f} s: {each['message'][:400]}")
+    if save is not None:
+        save.write_text(json.dumps(rows, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--delay-ms", type=float, default=5.0)
+    parser.add_argument("--megabytes-per-s", type=float, default=125.0)
+    parser.add_argument("--strategies", default="zero3,hsdp,ddp")
+    parser.add_argument("--faults", default="", help="kill, stop, evaluate: what the last rank does; no timings then")
+    parser.add_argument("--save", type=Path, default=None, help="write the table as JSON")
+    options = parser.parse_args()
+    if options.faults:
+        with Link(options.delay_ms / 1e3, options.megabytes_per_s * 1e6) as link:
+            show_faults(link, options.faults.split(","), options.save)
+        return
+    rows = []
+    with Link(options.delay_ms / 1e3, options.megabytes_per_s * 1e6) as link, tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "rows.json")
+        for strategy in options.strategies.split(","):
+            before = sum(link.bytes_sent)
+            words = [str(HERE / "job.py"), "--strategies", strategy, "--save", str(found)]
+            nodes = [start(link, node, words) for node in (0, 1)]
+            codes = [node.wait(timeout=TIME_LIMIT_S) for node in nodes]
+            if any(codes):
+                raise SystemExit(f"{strategy}: torchrun ended with {codes}")
+            row = json.loads(found.read_text())[0]
+            rows.append(row | {"megabytes": (sum(link.bytes_sent) - before) / 1e6})
+    print(f"2 nodes x 2 ranks, {options.delay_ms:g} ms and {options.megabytes_per_s:g} MB/s between them")
+    print(f"{'strategy':>10} {'ms a step':>10} {'MB over the link':>17} {'deviation':>10}  title")
+    for row in rows:
+        print(
+            f"{row['strategy']:>10} {row['ms']:10.1f} {row['megabytes']:17.1f} {row['deviation']:10.1e}  {row['title']}"
+        )
+    if options.save is not None:
+        options.save.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
