@@ -343,10 +343,6 @@ class DataFile:
             )
         self._verified[block] = 1
 
-    def expect(self, start_byte: int, stop_byte: int) -> None:
-        """Ask the disk for bytes of the data that will be read soon; returns at once."""
-        os.posix_fadvise(self._descriptor, self._data_at + start_byte, stop_byte - start_byte, os.POSIX_FADV_WILLNEED)
-
     def read_bytes(self, at: int, into: memoryview) -> None:
         """Fill `into` from byte `at` of the data."""
         while into:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -232,33 +231,13 @@ class LaminaSource(Source):
         parts = [(part, False) for part in self.parts_of(transfers)] + [(part, True) for part in self.parts_of(fresh)]
         parts.sort(key=lambda pair: pair[0].position_bytes)
         parts.sort(key=lambda pair: pair[0].window, reverse=True)  # stable
-        announce = self._announcer([part for part, _ in parts])
         for part, is_fresh in parts:
-            announce(part)
             file = self.file(part.file)
             assert isinstance(file, DataFile)
             if is_fresh:
                 file.read_checked(part.key, part.start, part.into, staging)
             else:
                 file.check(part.key, part.start, part.start + part.into.numel(), staging)
-
-    def _announcer(self, parts: Sequence[Part]) -> Callable[[Part], None]:
-        """To be told each part before it is read, in order; as a window begins, it asks the disk for the next one."""
-        bounds: dict[tuple[int, int], tuple[int, int]] = {}  # of what is wanted of a window, in bytes of the data
-        for part in parts:
-            end_bytes = self.file(part.file).position(part.key, part.start + part.into.numel())
-            start, stop = bounds.get(part.window, (part.position_bytes, end_bytes))
-            bounds[part.window] = (min(start, part.position_bytes), max(stop, end_bytes))
-        following = dict(pairwise([*bounds, None]))
-
-        def announce(part: Part) -> None:
-            window = following.pop(part.window, None)
-            if window is not None:
-                file = self.file(window[0])
-                assert isinstance(file, DataFile)
-                file.expect(*bounds[window])
-
-        return announce
 
     def beside(self, rank: int, world: int, staging: Tensor) -> dict[str, Any]:
         shared = self.file(0 if self.manifest.extra == "shared" else self._own)
