@@ -50,7 +50,8 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     read = list({id(t): t for t in given}.values())
     size_bytes = written + sum(t.nbytes for t in read)
     if name in SOFTMAX:
-        row_bytes = results[0].nbytes // max(1, results[0].numel() // max(1, results[0].shape[args[-2]]))
+        dim = next((arg for arg in args if isinstance(arg, int)), kwargs.get("dim", -1))
+        row_bytes = results[0].shape[dim] * results[0].element_size() if results[0].dim() else 0
         return size_bytes + written * (2 if row_bytes > ON_CHIP_BYTES else 1)
     if torch.Tag.pointwise in func.tags or name in COPIES:
         size_bytes = int(size_bytes * _slower([*read, *results], name in COPIES))
