@@ -23,13 +23,26 @@ def power_of_x(exponent: int) -> int:
 
 
 def test_what_is_folded_away_has_no_remainder() -> None:
-    assert power_of_x(checksums.FAR_BYTES) == power_of_x(checksums.MIDDLE_BYTES) ^ 1
+    for far, middle in checksums.TRINOMIALS:
+        assert power_of_x(far) == power_of_x(middle) ^ 1
 
 
 def test_the_sum_is_zlibs() -> None:
     draw, made = random.Random(0), np.random.default_rng(0)
     worth, block = checksums._WORTH_BYTES, checksums._FOLDED_BYTES
-    lengths = [0, 1, 4, worth - 1, worth, worth + 1, checksums._STEP_BYTES * 3, block - 1, block, block + 1, 3 * block]
+    lengths = [
+        0,
+        1,
+        4,
+        worth - 1,
+        worth,
+        worth + 1,
+        checksums.TRINOMIALS[0][0] * 3,
+        block - 1,
+        block,
+        block + 1,
+        3 * block,
+    ]
     lengths += [block + worth, *(draw.randrange(2 * block) for _ in range(8))]
     for length in lengths:
         data, start = made.integers(256, size=length, dtype=np.uint8), draw.getrandbits(32)

@@ -6,7 +6,7 @@ install isal`), and nothing depends on it.
 
 Note [folding]
     A CRC is the remainder of the message, a polynomial over GF(2), by a generator P of degree 32. P divides
-    x^N + x^A + 1 for the N and A below, hence also its 8th power x^8N + x^8A + 1: a byte may be taken away where it
+    x^N + x^A + 1 for each N and A below, hence also its 8th power x^8N + x^8A + 1: a byte may be taken away where it
     stands if it is added (XOR) N bytes and N - A bytes further on, and the remainder is the same. So all but the last N
     bytes go by two XORs of long runs of bytes, for which a core uses all of its width; zlib divides what is left.
     Folding is known from CRC by carry-less products (Gopal et al., Intel 2009); a trinomial needs no products.
@@ -26,10 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_THREADS = 4
-FAR_BYTES, MIDDLE_BYTES = 130360, 24749  # N and A: of 114 pairs with N < 2^20, what needs the least work for 1 MiB
-_STEP_BYTES = FAR_BYTES - MIDDLE_BYTES
+TRINOMIALS = ((130360, 24749), (91639, 41678))  # N and A, of 114 pairs with N < 2^20: longest runs, then the least N
 _FOLDED_BYTES = 1 << 20  # at a time: with its copy it stays in a core's cache
-_WORTH_BYTES = 2 * FAR_BYTES  # zlib alone is as fast for less
+_WORTH_BYTES = 2 * TRINOMIALS[0][0]  # zlib alone is as fast for less
 _FEW_BLOCKS = 4  # a thread is not worth its start for less
 
 
@@ -57,15 +56,18 @@ def folded_crc32(data: memoryview | bytes, crc: int = 0) -> int:
 
 
 def _fold(data: npt.NDArray[Any], crc: int) -> int:
-    """`zlib.crc32(data, crc)` of more than `FAR_BYTES` of 1-D uint8, which are overwritten."""
-    end = len(data) - FAR_BYTES
+    """`zlib.crc32(data, crc)` of at least `_WORTH_BYTES` of 1-D uint8, which are overwritten."""
     data[:4] ^= np.frombuffer((crc ^ 0xFFFFFFFF).to_bytes(4, "little"), dtype=np.uint8)
-    for at in range(0, end, _STEP_BYTES):
-        gone = data[at : min(at + _STEP_BYTES, end)]
-        for distance in (_STEP_BYTES, FAR_BYTES):
-            into = data[at + distance : at + distance + len(gone)]
-            np.bitwise_xor(into, gone, out=into)
-    return zlib.crc32(data[end:].data, 0xFFFFFFFF)  # zlib inverts the sum as it begins, which has been done
+    at = 0  # what lies before has been folded away
+    for far, middle in TRINOMIALS:
+        end = len(data) - far
+        while at < end:
+            gone = data[at : min(at + far - middle, end)]
+            for distance in (far - middle, far):
+                into = data[at + distance : at + distance + len(gone)]
+                np.bitwise_xor(into, gone, out=into)
+            at += len(gone)
+    return zlib.crc32(data[at:].data, 0xFFFFFFFF)  # zlib inverts the sum as it begins, which has been done
 
 
 def _fastest() -> Callable[..., int]:
