@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import os
 import sys
 from collections.abc import Generator
 
@@ -12,6 +13,8 @@ import pytest
 import harness
 
 gc.disable()  # until all is collected: what is imported until then stays
+# before torch is imported: of several processes on two cores, those that wait for their threads take time from the rest
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,36 +56,45 @@ LONGEST = (
     "test_launch.py",
     "test_terminal.py",
     "test_readme.py",
-    "test_matrix.py",
     "test_examples.py",
-    "test_meshes.py",
-    "test_structures.py",
-    "test_shard_optim.py",
-    "test_command.py",
     "test_hangs.py",
-    "test_fuzz.py",
-    "test_runs.py",
-    "test_kills.py",
-    "test_patches.py",
-    "test_layouts.py",
-    "test_pretrained.py",
-    "test_numbers.py",
-    "test_calls.py",
-    "test_start.py",
+    "test_matrix.py",
     "test_paths.py",
-    "test_scopes.py",
-    "test_adopt.py",
+    "test_structures.py",
+    "test_meshes.py",
+    "test_runs.py",
+    "test_peer.py",
+    "test_harness.py",
+    "test_command.py",
+    "test_parity.py",
+    "test_calls.py",
+    "test_pretrained.py",
+    "test_late_use.py",
+    "test_numbers.py",
     "test_parameters.py",
-    "test_transports.py",
-    "test_plan.py",
-    "test_plan_memory.py",
-    "test_recording.py",
+    "test_adopt.py",
+    "test_silence.py",
     "test_precision.py",
     "test_code_style.py",
-    "test_parity.py",
-    "test_shard_tensor.py",
-    "test_late_use.py",
+    "test_transports.py",
+    "test_failures.py",
+    "test_noted_squares.py",
+    "test_layouts.py",
+    "test_kills.py",
+    "test_contents.py",
+    "test_start.py",
+    "test_adamw.py",
+    "test_nested_on_some.py",
+    "test_shard_optim.py",
+    "test_plan_memory.py",
+    "test_freezing.py",
     "test_compile.py",
+    "test_fuzz.py",
+    "test_patches.py",
+    "test_scopes.py",
+    "test_plan.py",
+    "test_recording.py",
+    "test_shard_tensor.py",
 )
 
 

@@ -72,6 +72,7 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
         else:
             calls += 1
             reply = _answer(message)
+            _collect()
         pipe.send_bytes(pickle.dumps(reply))
 
 
@@ -116,7 +117,6 @@ def _answer(call: Call) -> Answer:
         answer = Answer(None, (type(error).__name__, str(error), traceback.format_exc()))
         error.__traceback__ = None  # frees the frames, and with them the tensors that they hold
     _reset()
-    _collect()
     return answer
 
 

@@ -212,25 +212,24 @@ def test_output_comes_line_by_line_while_the_ranks_run(tmp_path: Path) -> None:
     assert output == "after\n" and process.returncode == 0, errors
 
 
-def test_one_error_for_the_rank_that_failed_first(tmp_path: Path) -> None:
-    code, output, errors = run_script(
-        tmp_path,
-        DEFINITIONS,
+def test_one_error_for_the_rank_that_failed_first() -> None:
+    """How the terminal of a script looks then is test_terminal.py's."""
+    found = run_alone(
+        launched,
         """
+        import torch.distributed as dist
         def work():
             dist.init_process_group("gloo")
             if dist.get_rank() == 1:
                 raise ValueError("one rank only")
             dist.barrier()
-
-        launch(work, 2)
         """,
+        2,
     )
-    assert code == 1
-    assert "LaunchError: `work` failed on rank 1 of 2: ValueError: one rank only" in errors
-    # one of the launcher, one of the rank; nothing of the one that waited, and nothing printed by the ranks themselves
-    assert errors.count("Traceback") == 2 and 'raise ValueError("one rank only")' in errors and output == ""
-    assert "launched.py" not in errors
+    assert found.failure is not None and not found.has_cause
+    assert found.failure.startswith("`work` failed on rank 1 of 2: ValueError: one rank only")
+    # that of the rank, nothing of the one that waited, and nothing printed by the ranks themselves
+    assert found.failure.count("Traceback") == 1 and "launched.py" not in found.failure and found.printed == ""
 
 
 def test_a_mistake_on_every_rank_is_said_once() -> None:

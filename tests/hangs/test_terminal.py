@@ -109,7 +109,9 @@ def test_launch_shows_one_error(mode: str, tmp_path: Path) -> None:
     shown = terminal_of(tmp_path, mode, "launch")
     assert shown.count(words) == 1 and "`train` failed on all 2 ranks" in shown, shown
     assert shown.count("Traceback") == 2 and "lamina/runtime" not in shown, shown  # the launcher's and the rank's
-    assert mode == "same" or "[LAM-H1: see docs/errors.md]" in shown
+    assert "launched.py" not in shown
+    last = "[LAM-H1: see docs/errors.md]" if mode == "evaluation" else 'raise ValueError("batch 2 is broken")'
+    assert last in shown
 
 
 # ---- words, without processes --------------------------------------------------------------------------------------
