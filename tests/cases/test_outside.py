@@ -71,12 +71,25 @@ def alone(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+class Parting(Scaled):
+    """Ranks leave out other blocks, and one of two gives the first block no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = int(x[0, 0] > 0)
+        y = self.first(x)
+        for number, block in enumerate(self.blocks):
+            y = y if number == skip else block(y.detach() if skip else y)
+        return self.last(y)
+
+
 SHARED: dict[str, Case] = {
     fn.__name__: Case(Scaled, fn) for fn in (before_the_forward, own_factors, simple_sums, alone)
 }
 SHARED |= {
     "tied": Case(tied, own_factors, optimizer="foreach", max_norm=0.05),
     "tied, before": Case(tied, before_the_forward, max_norm=0.05),
+    "ranks part": Case(Parting, before_the_forward, units=("blocks.*", "last"), steps=4),
+    "ranks part, own factors": Case(Parting, own_factors, units=("blocks.*", "last"), steps=4),
 }
 
 
@@ -177,3 +190,14 @@ def with_own_numbers() -> None:
 
 def test_numbers_of_one_rank_inside_a_sum_over_shards_are_named() -> None:
     expect_error(3, with_own_numbers, error="Disagreement", contains=["`shift`", "ranks 1-2", "mine"], timeout=15)
+
+
+def on_one_rank() -> None:
+    """All ranks take the norm, and one adds it to its loss."""
+    model = lamina.shard(seeded(Scaled), units=["blocks.*"])
+    norm, loss = model.last.weight.norm(), model(batch_of(dist.get_rank(), 0)).pow(2).mean()
+    (loss + norm if dist.get_rank() == 1 else loss).backward()
+
+
+def test_a_loss_over_shards_on_one_rank_is_named() -> None:
+    expect_error(2, on_one_rank, error="Disagreement", contains=["on some ranks only", "multiply it by 0"], timeout=15)

@@ -107,6 +107,7 @@ class Case:
     peeks: bool  # evaluations between micro-batches
     late: int | None  # the rank that is late in every forward
     acts: tuple[tuple[str, ...], ...]  # before each step
+    penalty: str = ""  # over parameters, outside the forward: "before" or "behind" it in one loss, or "alone"
 
     @property
     def features(self) -> frozenset[str]:
@@ -118,6 +119,7 @@ class Case:
         found |= {f"mesh {self.grid}"} if self.grid else set()
         found |= {name for name in ("debug", "keeps", "zeroes", "peeks", "replicate", "ignores") if getattr(self, name)}
         found |= {name for name, drawn in (("clipping", self.clip), ("late", self.late is not None)) if drawn}
+        found |= {f"penalty {self.penalty}"} if self.penalty else set()
         return frozenset(found | ({"two forwards"} if self.forwards > 1 else set()))
 
     @property
@@ -191,7 +193,10 @@ def _draw_more(case: Case, draw: random.Random) -> Case:
         step = draw.randrange(STEPS)
         acts = [(*acts, "give_up") if n == step else acts for n, acts in enumerate(case.acts)]
         case = replace(case, acts=tuple(acts))
-    return replace(case, peeks=draw.random() < 0.25)
+    case = replace(case, peeks=draw.random() < 0.25)
+    if draw.random() < 0.3 and case.precision == "own" and not case.hooks:
+        case = replace(case, penalty=draw.choice(["before", "behind", "alone"]))
+    return case
 
 
 def _data_ranks(grid: Grid) -> int:

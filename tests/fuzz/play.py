@@ -100,6 +100,14 @@ class Job:
         outputs = [self.output(model, self.data(step, rank, micro, f), rank) for f in range(self.case.forwards)]
         return torch.stack([output.pow(2).mean() for output in outputs]).sum() / self.case.micro_batches
 
+    def penalty(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
+        """Over some of the parameters that train, weighed by this rank's data."""
+        trains = [name for name, p in self.plain.named_parameters() if p.requires_grad and p.is_floating_point()]
+        params, weight = dict(model.named_parameters()), self.data(step, rank, micro, 0).mean().abs() + 0.1
+        chosen = [params[name] for name in trains[self.case.seed % 2 :: 3]]
+        zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        return 0.01 * weight * sum((p.pow(2).sum() for p in chosen), zero) / self.case.micro_batches
+
     def output(self, model: nn.Module, data: Tensor, rank: int) -> Tensor:
         """(samples, WIDTH) in float64; the plain model gets its input in the dtype that it computes in."""
         return model(data if model is self.model else data.to(self.reference.input_dtype), rank).double()
@@ -113,12 +121,19 @@ class Job:
             for rank in range(case.world):
                 loss = self.loss(self.reference.model, number, rank, micro)
                 self.reference.backward(loss, 1 / case.world)
+                if case.penalty:
+                    (self.penalty(self.plain, number, rank, micro) / case.world).backward()
                 if rank == self.rank:
                     wanted = loss.detach()
             with self.scope(micro):
+                more = [self.penalty(self.model, number, self.rank, micro)] if case.penalty == "before" else []
                 found = self.loss(self.model, number, self.rank, micro)
                 self.compare(f"{title} loss", difference(found.detach(), wanted))
-                found.backward()
+                if case.penalty == "behind":
+                    more.append(self.penalty(self.model, number, self.rank, micro))
+                sum(more, found).backward()
+                if case.penalty == "alone":
+                    self.penalty(self.model, number, self.rank, micro).backward()
             if case.peeks:
                 self.evaluate(torch.inference_mode if micro % 2 else torch.no_grad)
         expected = {name: p.grad for name, p in self.plain.named_parameters()}

@@ -5,8 +5,10 @@ norm, a sum over a parameter) counts as one part of that mean. But a rank has on
 so their gradient only as far as its own loss goes. Two things make it that of the mean.
 
 Note [Losses over Shards]
-    1. Behind each reduction the incoming gradient is averaged over the data ranks in the backward: `ranks' own factor *
-       p.norm()` gives the gradient of the mean factor. One all-reduce of a number, as the reduction itself.
+    1. `own factor * p.norm()` gives the gradient of the mean factor. The incoming gradient of each reduction is noted,
+       and what a gradient of 1 would come to behind it, by a backward inside the backward; nothing else goes on from
+       there. When the backward has ended, one all-reduce averages what came in, in the order of the forward: autograd
+       comes to a reduction at another moment on each rank where their paths differ, so nobody may wait there.
     2. What elementwise operations mix in before it (numbers, plain tensors) has to be the same on all ranks, as each
        rank computes with its own part of it. The first backwards compare checksums.
 """
@@ -25,13 +27,13 @@ from torch import Tensor
 
 from lamina.core.control import finish
 from lamina.core.shard_spec import ShardSpec
-from lamina.core.shard_tensor import Shard
+from lamina.core.shard_tensor import Parts, Shard
 from lamina.errors import ShardOpError
 
 COMPARED_BACKWARDS = 16
 _MOST_NOTED = 4096
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
-_waiting: list[tuple[Tensor, ShardSpec]] = []  # the last result, which autograd gives its node after the handler
+_waiting: list[tuple[Tensor, ShardSpec, int]] = []  # the last result, which autograd gives its node after the handler
 
 
 @dataclass
@@ -52,6 +54,9 @@ class Share:
     contributes: bool = True  # whether this one has
     left: int = COMPARED_BACKWARDS
     mixed: list[Mixed] = field(default_factory=list)  # since the last backward
+    reductions: int = 0  # of Shards that losses are made of, so far
+    seen: int = 0  # of these, when the last backward ended
+    arrived: dict[tuple[int, int], tuple[Tensor, list[Any]]] = field(default_factory=dict)  # by number and output
     steps: int = 0  # of optimizers, so far
     steps_sum: int = 0  # checksum of these, in any order
     settings: str = ""  # of the last one
@@ -73,7 +78,9 @@ def differentiable(handler: _Handler) -> _Handler:
             first = next((s for s in sources if type(s) is Shard and s.requires_grad), None)
             if first is not None and first.spec.share is not None and first.spec.share.group is not None:
                 watch_waiting()
-                _waiting.append((result[0] if isinstance(result, list | tuple) else result, first.spec))
+                first.spec.share.reductions += 1
+                number = first.spec.share.reductions
+                _waiting.append((result[0] if isinstance(result, list | tuple) else result, first.spec, number))
                 share, name = first.spec.share, str(func._schema.name).removeprefix("aten::")
                 if share.left and len(share.mixed) < _MOST_NOTED:
                     mixed = sum(source._mixed for source in sources if type(source) is Shard)
@@ -86,28 +93,67 @@ def differentiable(handler: _Handler) -> _Handler:
 def watch_waiting() -> None:
     """Hook the node of the last reduction, which is there by now."""
     while _waiting:
-        result, spec = _waiting.pop()
+        result, spec, number = _waiting.pop()
         if result.grad_fn is not None:
-            result.grad_fn.register_prehook(functools.partial(_average, spec))
+            result.grad_fn.register_prehook(functools.partial(_defer, spec, number))
 
 
-def _average(spec: ShardSpec, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+class Captures:
+    now = False  # `torch.autograd.grad` is under way, which returns gradients at once
+
+
+def _defer(spec: ShardSpec, number: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    """Note what comes in, and what one would come to here; see Note [Losses over Shards] 1."""
     share = spec.share
     assert share is not None
-    found = []
-    for grad in grads:
-        if grad is not None:
-            if grad.requires_grad:
-                raise ShardOpError(
-                    f"a second derivative through a loss over the sharded {spec.describe()} is not offered: compute "
-                    "that loss in the model's forward, where the parameter is whole"
-                )
-            grad = grad.clone() if share.contributes else torch.zeros_like(grad)
-            work = dist.all_reduce(grad, group=share.group, async_op=True)
-            finish(work, grad, f"averages the gradient of a loss over `{spec.name}`")
-            grad = grad / share.active
-        found.append(grad)
-    return tuple(found)
+    if Parts.noted is not None:
+        return None  # inside another reduction's: what comes in is no rank's own
+    if any(grad is not None and grad.requires_grad for grad in grads):
+        raise ShardOpError(
+            f"a second derivative through a loss over the sharded {spec.describe()} is not offered: compute that loss "
+            "in the model's forward, where the parameter is whole"
+        )
+    if Captures.now:
+        return tuple(None if grad is None else _mean(share, grad.clone(), spec.name) for grad in grads)
+    node = torch._C._current_autograd_node()
+    for output, grad in enumerate(grads):
+        if grad is None:
+            continue
+        before = share.arrived.get((number, output))
+        if before is not None:
+            share.arrived[number, output] = before[0] + grad, before[1]
+            continue
+        parts: list[Any] = []
+        Parts.noted = parts
+        try:
+            edge = torch.autograd.graph.GradientEdge(node, output)
+            torch.autograd.backward(edge, torch.ones_like(grad), retain_graph=True)
+        finally:
+            Parts.noted = None
+        share.arrived[number, output] = grad, parts
+    return (None,) * len(grads)
+
+
+def _mean(share: Share, value: Tensor, name: str) -> Tensor:
+    """Over the data ranks that have data. Collective."""
+    if not share.contributes:
+        value.zero_()
+    work = dist.all_reduce(value, group=share.group, async_op=True)
+    finish(work, value, f"averages the gradient of a loss over {name}")
+    return value / share.active
+
+
+def hand_over_means(share: Share) -> None:
+    """A backward has ended: give parameters the gradients of losses over them. Collective, the same on all ranks."""
+    arrived, share.arrived = share.arrived, {}
+    keys = sorted(arrived)
+    if not keys:
+        return
+    wide = torch.stack([arrived[key][0].to(torch.complex128).reshape(()) for key in keys])
+    means = torch.view_as_complex(_mean(share, torch.view_as_real(wide).clone(), "parameters"))
+    for key, mean in zip(keys, means, strict=True):
+        for receive, part in arrived[key][1]:
+            receive(part * (mean if part.is_complex() else mean.real).to(part.dtype))
 
 
 def checksum_of(spec: ShardSpec, operands: Iterable[Any]) -> int:

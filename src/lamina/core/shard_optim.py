@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lamina.core.shard_losses import Captures, watch_waiting
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import DirtyFlag
 from lamina.core.shard_tensor import AS_PLAIN, Shard, rebuild_shard
@@ -206,6 +207,8 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
             outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
             _refuse_unreached(function.__name__, outputs, inputs)
         is_outermost = accumulates and torch._C._current_graph_task_id() == -1
+        watch_waiting()
+        captures, Captures.now = Captures.now, not accumulates
         try:
             for begin in BEFORE_BACKWARDS if is_outermost else ():
                 begin(_several(args[0] if args else kwargs["tensors"]))
@@ -218,6 +221,8 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
                 for clean in AFTER_FAILED_BACKWARDS:
                     clean()
             raise
+        finally:
+            Captures.now = captures
 
     return guarded
 

@@ -250,9 +250,18 @@ def _accumulation_node(param: Shard) -> Any:
             _Listening.is_asking = False
 
 
+class Parts:
+    """Gradients that arrive are noted here while there is a list."""
+
+    noted: list[tuple[Callable[[Tensor], None], Tensor]] | None = None
+
+
 def _hand_over(receive: Callable[[Tensor], None], grads: tuple[Tensor | None, ...]) -> tuple[None]:
     if grads[0] is not None:
-        receive(grads[0])
+        if Parts.noted is not None:
+            Parts.noted.append((receive, grads[0].detach()))
+        else:
+            receive(grads[0])
     return (None,)
 
 

@@ -13,6 +13,7 @@ Note [Given up]
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 from lamina.core.control import Control, Flags, finish
 from lamina.core.lanes import NOTHING, Lanes
+from lamina.core.shard_losses import hand_over_means
 from lamina.core.slots import Slot, SlotState
-from lamina.errors import ParameterChanged, StateError
+from lamina.errors import Disagreement, ParameterChanged, StateError
 from lamina.runtime.alike import Alike
 from lamina.runtime.direct import DirectRoute
 from lamina.runtime.lockstep import FREEZE_ALIKE
@@ -204,6 +206,7 @@ class Gradients:
         self.reducer.finish()
         self.lanes.compute.wait(self.lanes.reduce.mark())
         self.reducer.let_go()
+        self.average_losses()
         complete = [index for index in reduced if index not in self.reducer.partials]
         self._take_fresh_tokens()
         if self.last_micro_batch and self._tokens is not None:
@@ -266,6 +269,7 @@ class Gradients:
         """A backward has failed: parameters show what they had before it."""
         for unit in self.units:
             unit.gradients.arrived.clear()
+            unit.mesh.share.arrived.clear()
         self._show_existing()
 
     def _show_existing(self) -> None:
@@ -286,8 +290,25 @@ class Gradients:
         if self.are_aside:
             self._show_existing()
 
+    def average_losses(self) -> None:
+        """Gradients of losses over Shards arrive, those of the mean over the ranks. Collective if there are any."""
+        share = self.units[0].mesh.share if self.units else None
+        if share is None or share.group is None or not (share.arrived or share.seen != share.reductions):
+            return
+        share.seen = share.reductions
+        keys = zlib.crc32(repr(sorted(share.arrived)).encode())
+        rows = self.control.exchange([keys], "losses over parameters")
+        if any(row != rows[0] for row in rows):
+            raise Disagreement(
+                "a loss over sharded parameters, outside the model's forward, is part of the backward on some ranks "
+                "only, and each rank has its own elements' gradient alone: add it on all ranks, or multiply it by 0 "
+                "where it should not count"
+            )
+        hand_over_means(share)
+
     def take_in(self) -> None:
         """The backward has ended: what came from outside forwards joins gradients that no reduction has bound."""
+        self.average_losses()
         for unit in self.units:
             unit.gradients.show_hooks()
             if unit.communicates and (unit.gradients.arrived or unit.gradients.held):

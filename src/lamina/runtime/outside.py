@@ -62,7 +62,6 @@ def _take(reference: weakref.ref[Unit], position: int, grads: tuple[Tensor | Non
 
 def before_backward(roots: list[Any]) -> None:
     """The outermost backward of this process begins."""
-    shard_losses.watch_waiting()
     for engine in list(ENGINES):
         if engine.gradients.counts_tokens:
             engine.gradients.is_token_mean = all(map(is_token_mean, roots))
