@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.checkpoint.checksums import BlockSums, crc32, crc32_of_spare, for_each
+from lamina.checkpoint.checksums import BlockSums, crc32, for_each
 from lamina.checkpoint.special import refuse_special
 from lamina.errors import CheckpointError, UsageError
 
@@ -320,7 +320,7 @@ class DataFile:
         """Block by block: one fits into a core's cache, so that it is fetched from memory once."""
         blocks = [block for block in self._blocks(start_byte, stop_byte) if not self._verified[block]]
         rooms = self._rooms(staging)
-        for_each(blocks, lambda block, thread: self._read_block(block, rooms[thread], is_spare=True), len(rooms))
+        for_each(blocks, lambda block, thread: self._read_block(block, rooms[thread]), len(rooms))
 
     def _blocks(self, start_byte: int, stop_byte: int) -> range:
         return range(start_byte // self._block_bytes, min(-(-stop_byte // self._block_bytes), len(self._crcs)))
@@ -330,12 +330,12 @@ class DataFile:
         length = self._block_bytes
         return [staging[i * length : (i + 1) * length] for i in range(min(self._threads, staging.numel() // length))]
 
-    def _read_block(self, block: int, into: Tensor, is_spare: bool = False) -> None:
-        """The whole block, compared with its checksum; `is_spare`: what `into` holds afterwards is nobody's concern."""
+    def _read_block(self, block: int, into: Tensor) -> None:
+        """The whole block, compared with its checksum."""
         at = block * self._block_bytes
         data = view_of(into)[: self._data_bytes - at]
         self.read_bytes(at, data)
-        if (crc32_of_spare if is_spare else crc32)(data) != self._crcs[block]:
+        if crc32(data) != self._crcs[block]:
             at += self._data_at
             raise CheckpointError(
                 f"{self.path} is damaged: bytes {at} to {at + len(data)} have another checksum than when they "
