@@ -233,7 +233,7 @@ def test_a_thousand_ranks_are_one_sentence() -> None:
     odd = rank(999, {"gather": 4, "world": 2}, waits="call", group="world", doing="waits in barrier")
     verdict = look_twice(*reports, odd)
     assert verdict is not None and len(verdict.waits) == world
-    assert "rank 999 waits in barrier" in verdict.text and "ranks 0-998 gathers `a` (train.py:88)" in verdict.text
+    assert "rank 999 waits in barrier" in verdict.text and "ranks 0-998 gather `a` (train.py:88)" in verdict.text
     assert len(verdict.text) < 400
 
 

@@ -296,13 +296,20 @@ def describe(reports: Sequence[Report]) -> str:
     parts = []
     for (place, doing, site), ranks in said.items():
         where = f" ({site})" if site else ""
+        does = doing if len(ranks) == 1 else _do(doing)
         parts.append(
-            f"{name_ranks(ranks)} {doing}{where}"
+            f"{name_ranks(ranks)} {does}{where}"
             if len(places) == 1
-            else f"{name_ranks(ranks)} in {place} {doing}{where}"
+            else f"{name_ranks(ranks)} in {place} {does}{where}"
         )
     text = ", ".join(parts) if len(places) == 1 else "; ".join(parts)
     return f"{places.pop().rstrip(',')}: {text}" if len(places) == 1 else text
+
+
+def _do(doing: str) -> str:
+    """What several do: "reduces `a`" becomes "reduce `a`"."""
+    verb, space, rest = doing.partition(" ")
+    return verb.removesuffix("s") + space + rest
 
 
 def _where(report: Report) -> str:
