@@ -58,6 +58,8 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
     _seed_no_missing_devices()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    global _threads
+    _threads = _gloo_threads()
     gc.collect()
     gc.freeze()  # torch's own objects need not be looked at after every call
     pipe.send_bytes(pickle.dumps(_settle(0)))
@@ -72,7 +74,7 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
         else:
             calls += 1
             reply = _answer(message)
-            _collect()
+            gc.collect()  # the next call finds nothing of this one
         pipe.send_bytes(pickle.dumps(reply))
 
 
@@ -120,20 +122,28 @@ def _answer(call: Call) -> Answer:
     return answer
 
 
-_modules = 0  # how many were imported when `_collect` last set aside what they brought along
+_modules = 0  # how many were imported when `_set_aside` last acted
+_threads = 0  # of Gloo's, when there was only the world's group
 
 
-def _collect() -> None:
-    """The next call finds nothing of this one.
+def _set_aside() -> None:
+    """What imports have left need not be looked through after every call: a fifth of a second each, late in a session.
 
-    What imports leave is looked through once, not after every call: a fifth of a second each, late in a session. While
-    a model is alive nothing is set aside: nobody would notice when it, and the groups it keeps, become garbage.
+    Nothing is set aside while a group is alive, though torch has forgotten it: if whatever keeps it becomes garbage,
+    nobody would notice, and the other ranks' ends of that group would wait for this one.
     """
     global _modules
-    gc.collect()
-    if len(sys.modules) > _modules and not _a_model_is_alive():
+    if len(sys.modules) > _modules and _gloo_threads() == _threads:
         _modules = len(sys.modules)
         gc.freeze()
+
+
+def _gloo_threads() -> int:
+    count = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # one that has ended
+            count += "gloo" in (task / "comm").read_text()
+    return count
 
 
 def _settle(calls: int) -> Settled:
@@ -150,6 +160,7 @@ def _settle(calls: int) -> Settled:
     in_step = mine[:2].tolist() == [calls, -calls]
     if in_step and mine[2] == 0:
         _end_groups()
+        _set_aside()
     return Settled(in_step, len(dist.distributed_c10d._world.pg_map))
 
 

@@ -104,6 +104,23 @@ def garbage_and_size_of_a_look() -> tuple[int, int]:
     return sum(left() is not None for left in _left), len(gc.get_objects())
 
 
+_kept: list[object] = []
+
+
+def import_and_keep_a_group(module: str) -> None:
+    """Of which torch knows nothing any more: its process group lives while we have it."""
+    importlib.import_module(module)
+    group = dist.new_group([0, 1])
+    _kept.append(group)
+    dist.destroy_process_group(group)
+
+
+def things_set_aside(drops: bool) -> int:
+    if drops:
+        _kept.clear()
+    return gc.get_freeze_count()
+
+
 def lambda_result() -> object:
     return lambda: None
 
@@ -143,6 +160,17 @@ def test_after_a_call_its_garbage_is_gone_and_what_it_imported_is_not_looked_thr
     run_ranks(1, import_and_leave_garbage, "_pydecimal")  # of 500 functions
     ((left, size),) = run_ranks(1, garbage_and_size_of_a_look)
     assert left == 0 and size < before + 200
+
+
+def test_nothing_is_set_aside_while_a_group_is_alive() -> None:
+    """What keeps it would never be seen to be garbage, and the other rank's end of it waits for ours."""
+    before = run_ranks(2, things_set_aside, False)
+    run_ranks(2, import_and_keep_a_group, "xml.dom.minidom")
+    kept = run_ranks(2, things_set_aside, True)
+    after = run_ranks(2, things_set_aside, False)
+    assert all(a >= b for a, b in zip(before, kept, strict=True)) and all(
+        a > k for a, k in zip(after, kept, strict=True)
+    )
 
 
 def test_an_error_on_one_rank() -> None:

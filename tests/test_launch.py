@@ -121,8 +121,14 @@ def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
+        preexec_fn=_listen_to_ctrl_c,
         **options,  # type: ignore[call-overload]
     )
+
+
+def _listen_to_ctrl_c() -> None:
+    """A shell has what it starts in the background ignore SIGINT, and so do tests that run there, and their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_script(folder: Path, *parts: str, before: tuple[str, ...] = ()) -> tuple[int, str, str]:

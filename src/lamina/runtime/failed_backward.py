@@ -22,8 +22,8 @@ ENGINES: WeakSet[Engine] = WeakSet()
 def shut_windows() -> None:
     """Local. A window that a forward has open around the backward stays: its phase is the forward's.
 
-    Gradients of whole parameters are what they were before the backward. To those of Shards, what was reduced before the
-    error stays added, as torch leaves it.
+    Gradients of whole parameters are what they were before the backward. To those of Shards, what was reduced before
+    the error stays added, as torch leaves it.
     """
     for engine in list(ENGINES):
         if engine.phase is not None and engine.phase.key.kind is Kind.BACKWARD:
