@@ -127,7 +127,7 @@ def start(arguments: list[str], **options: object) -> subprocess.Popen[str]:
 
 
 def _listen_to_ctrl_c() -> None:
-    """A shell has what it starts in the background ignore SIGINT, and so do tests that run there, and their children."""
+    """A shell has what it starts in the background ignore SIGINT, and so do the children of tests that run there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
