@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing import parent_process
@@ -59,7 +60,9 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     global _threads
-    _threads = _gloo_threads()
+    deadline = time.monotonic() + 1.0
+    while (_threads := _gloo_threads()) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
+        time.sleep(1e-3)  # a thread has its name once it has run
     gc.collect()
     gc.freeze()  # torch's own objects need not be looked at after every call
     pipe.send_bytes(pickle.dumps(_settle(0)))
@@ -123,17 +126,20 @@ def _answer(call: Call) -> Answer:
 
 
 _modules = 0  # how many were imported when `_set_aside` last acted
-_threads = 0  # of Gloo's, when there was only the world's group
+THREADS_OF_A_GROUP = 3  # torch's two, and Gloo's that looks after the connections
+_threads = 0  # of Gloo's, in one group
 
 
 def _set_aside() -> None:
     """What imports have left need not be looked through after every call: a fifth of a second each, late in a session.
 
-    Nothing is set aside while a group is alive, though torch has forgotten it: if whatever keeps it becomes garbage,
-    nobody would notice, and the other ranks' ends of that group would wait for this one.
+    Nothing is set aside while a group is alive that torch has forgotten: if whatever keeps it becomes garbage, nobody
+    would notice, and the other ranks' ends of that group would wait for this one.
     """
+    import torch.distributed as dist
+
     global _modules
-    if len(sys.modules) > _modules and _gloo_threads() == _threads:
+    if len(sys.modules) > _modules and _gloo_threads() == _threads * len(dist.distributed_c10d._world.pg_map):
         _modules = len(sys.modules)
         gc.freeze()
 
@@ -158,18 +164,23 @@ def _settle(calls: int) -> Settled:
     except RuntimeError:
         return Settled(False, 0)
     in_step = mine[:2].tolist() == [calls, -calls]
-    if in_step and mine[2] == 0:
+    are_over = in_step and mine[2] == 0
+    if are_over:
         _end_groups()
+    if are_over or _groups_stay():
         _set_aside()
     return Settled(in_step, len(dist.distributed_c10d._world.pg_map))
 
 
 def _groups_are_needed() -> bool:
-    """A model is alive, or torch has named a group by its ranks and by how many groups there were: it counts them."""
+    return _a_model_is_alive() or _groups_stay()
+
+
+def _groups_stay() -> bool:
+    """torch has named a group by its ranks and by how many groups there were: it counts them."""
     import torch.distributed as dist
 
-    names = dist.distributed_c10d._world.pg_names.values()
-    return _a_model_is_alive() or not all(name.isdigit() for name in names)
+    return not all(name.isdigit() for name in dist.distributed_c10d._world.pg_names.values())
 
 
 def _a_model_is_alive() -> bool:

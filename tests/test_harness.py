@@ -62,6 +62,13 @@ def raise_while_others_wait() -> None:
     dist.barrier()
 
 
+def begin_anew(world: int) -> None:
+    """New ranks, which have imported this module."""
+    with pytest.raises(RankFailure):
+        run_ranks(world, os._exit, 7)
+    run_ranks(world, process_id)
+
+
 def die() -> None:
     if dist.get_rank() == 0:
         os._exit(7)
@@ -156,6 +163,7 @@ def test_every_call_starts_from_the_same_state() -> None:
 
 
 def test_after_a_call_its_garbage_is_gone_and_what_it_imported_is_not_looked_through_again() -> None:
+    begin_anew(1)
     ((_, before),) = run_ranks(1, garbage_and_size_of_a_look)
     run_ranks(1, import_and_leave_garbage, "_pydecimal")  # of 500 functions
     ((left, size),) = run_ranks(1, garbage_and_size_of_a_look)
@@ -164,6 +172,7 @@ def test_after_a_call_its_garbage_is_gone_and_what_it_imported_is_not_looked_thr
 
 def test_nothing_is_set_aside_while_a_group_is_alive() -> None:
     """What keeps it would never be seen to be garbage, and the other rank's end of it waits for ours."""
+    begin_anew(2)
     before = run_ranks(2, things_set_aside, False)
     run_ranks(2, import_and_keep_a_group, "xml.dom.minidom")
     kept = run_ranks(2, things_set_aside, True)
