@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.core.laying_out import count_pieces
 from lamina.core.layout import (
     MATRIX_ALIGNMENT_NUMEL,
     RANGE_ALIGNMENT_NUMEL,
@@ -25,6 +26,7 @@ from lamina.core.layout import (
     round_up,
     short_dtype,
 )
+from lamina.runtime.direct import pieces_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8)
 SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -67,6 +69,15 @@ def test_every_element_is_owned_once(unit: tuple[list[ParamSpec], int]) -> None:
                     assert index * segment.range_numel + inside == start + begin
                     assert inside + end - begin <= segment.range_numel
             assert torch.all(owner == 1)
+
+
+@given(units(), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_pieces_are_counted_as_they_are_cut(unit: tuple[list[ParamSpec], int], groups: int) -> None:
+    specs, members = unit
+    for segment in lay_out("u", specs, members * groups).segments:
+        cut = [len(pieces_of(segment, 0, place, members)[0]) for place in range(members)]
+        assert count_pieces(segment, members) == sum(cut)
 
 
 @given(units())

@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.core.layout import ParamSpec
 from lamina.core.program import Op, Program
 from lamina.core.strategy import Strategy
 from lamina.errors import UsageError
@@ -164,6 +166,31 @@ def test_copies_slow_compute_less_and_move_more() -> None:
     collectives, copies = (forecast(blocks(3), choice, machine, slowed) for choice in choices)
     assert copies.gather_ms == pytest.approx(collectives.gather_ms / 2)
     assert copies.stretched_ms < 0.55 * collectives.stretched_ms and copies.total_ms < collectives.total_ms
+
+
+@pytest.mark.parametrize(
+    "laid, strategy, numel, more",
+    [
+        (0, "zero3", MB, {}),
+        (0, "zero2", MB, {}),
+        (0, "zero3", MB, {"accumulation": 2}),
+        (3, "zero3", MB, {"transport": "c10d"}),
+        (3, "zero3", MB, {"gradients": "laid out"}),
+        (6, "zero3", MB, {"wire_bytes": 4}),  # of twice the bytes
+        (3, "zero1", MB, {"accumulation": 2}),  # sums wait
+        (3, "ddp", MB, {}),
+        (3, "hsdp", MB, {"shard_size": 2}),
+        (3, Strategy(2, 2, 4), MB, {}),
+        (3, "zero3", 2**18, {}),  # pieces of half a MiB
+    ],
+)
+def test_gradients_are_laid_out_where_the_runtime_does_so(laid: int, strategy: Any, numel: int, more: Any) -> None:
+    """docs/decisions/gradients-where-they-are.md, in so many units."""
+    each = [ParamSpec(f"p{i}", (numel,), torch.bfloat16, torch.float32, True) for i in range(100)]
+    units = tuple(dataclasses.replace(unit, params=tuple(each)) for unit in blocks(3).units)
+    workload = dataclasses.replace(blocks(3), units=units)
+    found = forecast(workload, Choice(strategy, 4, **({"transport": "peer"} | more)))
+    assert found.compute_ms == pytest.approx(more.get("accumulation", 1) * (30 + laid * LAID_MS))
 
 
 def test_stretching_counts_each_moment_once() -> None:

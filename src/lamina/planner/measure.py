@@ -270,6 +270,7 @@ class _Watch(LiveBytes):
             block_index=blocks.index(index) if plan.is_block else 0,
             saved_bytes=count.saved_bytes,
             output_bytes=count.output_bytes,
+            params=shape.params,
         )
 
     # ---- counting ----------------------------------------------------------------------------------------------

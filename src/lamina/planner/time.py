@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lamina.core.arena import Demand, pack
+from lamina.core.laying_out import must_lay_out
+from lamina.core.layout import lay_out
 from lamina.core.program import Op, UnitTraits, plan_step
 from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine
@@ -143,7 +145,7 @@ def unit_times(units: Sequence[UnitWork], choice: Choice, factors: Factors, rate
     found = []
     for unit in units:
         again = _recomputed(unit, choice)
-        numel = (unit.trainable_numel, unit.frozen_numel)
+        numel = (unit.trainable_numel, unit.frozen_numel, tuple((p.shape, p.trainable, p.master) for p in unit.params))
         moved = (unit.forward_memory_bytes, unit.backward_memory_bytes, unit.fused_memory_bytes)
         kind = (unit.forward_products, moved, unit.kernel_count, unit.backward_kernel_count, numel, again)
         if kind not in known:
@@ -174,7 +176,8 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
     backward_bytes, backward_kernels = BACKWARD_MEMORY * memory_bytes, BACKWARD_KERNELS * kernels
     if unit.backward_memory_bytes is not None and memory_bytes == unit.forward_memory_bytes:
         backward_bytes, backward_kernels = unit.backward_memory_bytes, float(unit.backward_kernel_count or 0)
-    backward_bytes += LAYING_OUT * unit.trainable_numel * choice.wire_bytes
+    if lays_out(unit, choice, factors):
+        backward_bytes += LAYING_OUT * unit.trainable_numel * choice.wire_bytes
     backward_ms = weights * products_ms + backward_attention_ms
     backward_ms += rates.memory_ms(backward_bytes) + rates.kernels_ms(backward_kernels)
     backward_host_ms = BACKWARD_LAUNCHES * launches_ms + (1 - HOST_OF_FORWARD) * ours_ms
@@ -192,6 +195,14 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
         gather(size_bytes, factors, choice.accumulation, rates),
         reduce(unit.trainable_numel, choice, factors, rates),
     )
+
+
+def lays_out(unit: UnitWork, choice: Choice, factors: Factors) -> bool:
+    """Whether gradients are copied side by side before they are reduced (runtime/direct.py, Note [Direct] 2)."""
+    sums_wait = choice.accumulation > 1 and factors.grads != factors.world
+    if choice.transport != "peer" or choice.gradients != "auto" or choice.wire_bytes != choice.compute_bytes:
+        return True
+    return sums_wait or must_lay_out(lay_out(unit.name, unit.params, factors.optimizer), factors)
 
 
 class UnitShape(NamedTuple):

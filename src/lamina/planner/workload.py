@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lamina.core.layout import ParamSpec
 from lamina.core.strategy import Strategy
 
 
@@ -50,6 +51,7 @@ class UnitWork:
     backward_memory_bytes: float | None = None  # bytes and launches of backward, products' left out; None: not counted
     backward_kernel_count: int | None = None
     holds_head: bool = False  # the output layer, which a loss in chunks computes again in backward
+    params: tuple[ParamSpec, ...] = ()  # none listed: their gradients are counted as laid out
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Choice:
     # runtime does on GPUs, exchanges of 16 bit and rings of 32; on a CPU it exchanges both
     sums: str = "auto"
     transport: str = "c10d"  # or "peer": one-sided copies inside a node
+    gradients: str = "auto"  # or "laid out", side by side: runtimes of before did so over peers too
     compiled: bool = False  # each unit but the root by itself
     captured: bool = False  # the step is one CUDA graph (lamina.capture): the device never waits for the host
     chunked_loss: bool = False  # output layer and loss a few tokens at a time, and again in backward

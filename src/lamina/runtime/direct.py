@@ -22,12 +22,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lamina.core.laying_out import LEAST_PIECE_BYTES, must_lay_out
 from lamina.core.layout import Segment
 from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.transport.symmetric import Pushes
-
-LEAST_PIECE_BYTES = 1 << 20  # on average: a copy between GPUs takes as long as it takes to queue it
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,9 @@ class DirectRoute:
 def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
     """The route of a unit whose layout and inboxes allow one; see Note [Direct] 2."""
     mesh, layout = unit.mesh, unit.layout
-    groups = [group for group in mesh.reduce if not group.is_trivial]
-    if unit.plain or len(groups) != 1 or not mesh.replicas.is_trivial:
+    if unit.plain or must_lay_out(layout, mesh.factors, LEAST_PIECE_BYTES):
         return None
-    group, first = groups[0], 0
+    group, first = next(group for group in mesh.reduce if not group.is_trivial), 0
     found: list[SegmentRoute] = []
     dtypes: dict[int, torch.dtype] = {}
     for number, segment in enumerate(layout.segments):
@@ -146,7 +144,4 @@ def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
                 route.sums.append((piece, arrived))
             found.append(route)
         first += len(segment.params)
-    count = sum(len(route.pushes) + len(route.sums) for route in found)
-    if sum(route.size_bytes for route in found) < count * LEAST_PIECE_BYTES or not found:
-        return None
     return DirectRoute(transport, found, dtypes, group.place)
