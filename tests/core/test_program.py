@@ -16,6 +16,7 @@ from lamina.core.program import Conflicts, Op, Program, Step, UnitTraits, move_g
 GOLDEN = Path(__file__).parents[1] / "golden"
 SLOTS = st.integers(1, 5)
 AHEAD = st.integers(0, 4)
+ONE_IN_FIVE = st.integers(0, 4).map(lambda number: number == 0)
 STEPS = st.lists(st.builds(Step, st.sampled_from(Op), st.integers(0, 2)), max_size=12)
 
 Plan = tuple[list[UnitTraits], Packing]
@@ -25,7 +26,8 @@ Plan = tuple[list[UnitTraits], Packing]
 def plans(draw: st.DrawFn, max_units: int = 9) -> Plan:
     """Units of any size and kind, perhaps with a root around them."""
     sizes_bytes = draw(st.lists(st.integers(1, 3000), min_size=1, max_size=max_units))
-    traits = [UnitTraits(trainable=draw(st.booleans()), resident=draw(st.integers(0, 4)) == 0) for _ in sizes_bytes]
+    flags = st.builds(UnitTraits, trainable=st.booleans(), resident=ONE_IN_FIVE, is_lookup=ONE_IN_FIVE)
+    traits = [draw(flags) for _ in sizes_bytes]
     if draw(st.booleans()):
         traits[0] = UnitTraits(trainable=draw(st.booleans()), resident=True, encloses=True)
     demands = [Demand(f"u{i}", s, t.resident) for i, (s, t) in enumerate(zip(sizes_bytes, traits, strict=True))]
@@ -36,6 +38,10 @@ def trainable(traits: Sequence[UnitTraits]) -> list[int]:
     return [unit for unit, t in enumerate(traits) if t.trainable]
 
 
+def lookups(traits: Sequence[UnitTraits]) -> list[int]:
+    return [unit for unit, t in enumerate(traits) if t.is_lookup]
+
+
 def blocks(count: int, slots: int) -> Plan:
     return [UnitTraits()] * count, pack([Demand(f"block{i}", 1000, resident=False) for i in range(count)], slots)
 
@@ -44,7 +50,7 @@ def uses(program: Program) -> list[Step]:
     return [step for step in program.steps if not step.op.is_collective]
 
 
-def is_legal(steps: Sequence[Step], conflicts: Conflicts) -> bool:
+def is_legal(steps: Sequence[Step], conflicts: Conflicts, needless: Sequence[int] = ()) -> bool:
     """Note [Program order] once more, read as sentences about pairs of steps; the oracle of `check()`."""
 
     def between(begin: int, end: int) -> Sequence[Step]:
@@ -55,7 +61,7 @@ def is_legal(steps: Sequence[Step], conflicts: Conflicts) -> bool:
 
     for position, step in enumerate(steps):
         unit, sharing = step.unit, set(conflicts(step.unit))
-        if step.op in (Op.FORWARD, Op.BACKWARD):
+        if step.op is Op.FORWARD or (step.op is Op.BACKWARD and unit not in needless):
             gather = last(position, unit, [Op.GATHER])
             if gather is None:
                 return False
@@ -71,9 +77,11 @@ def is_legal(steps: Sequence[Step], conflicts: Conflicts) -> bool:
     return True
 
 
-def refused(steps: Sequence[Step], conflicts: Conflicts, must_reduce: Sequence[int] = ()) -> bool:
+def refused(
+    steps: Sequence[Step], conflicts: Conflicts, must_reduce: Sequence[int] = (), needless: Sequence[int] = ()
+) -> bool:
     try:
-        Program(tuple(steps)).check(conflicts, trainable=must_reduce)
+        Program(tuple(steps)).check(conflicts, trainable=must_reduce, lookups=needless)
     except AssertionError:
         return True
     return False
@@ -84,8 +92,8 @@ def refused(steps: Sequence[Step], conflicts: Conflicts, must_reduce: Sequence[i
 def test_every_plan_is_legal(plan: Plan, ahead: int) -> None:
     traits, packing = plan
     program = plan_step(traits, packing.conflicts, ahead)
-    program.check(packing.conflicts, trainable=trainable(traits))
-    assert is_legal(program.steps, packing.conflicts)
+    program.check(packing.conflicts, trainable=trainable(traits), lookups=lookups(traits))
+    assert is_legal(program.steps, packing.conflicts, lookups(traits))
 
 
 @given(plans(), AHEAD)
@@ -100,7 +108,7 @@ def test_every_unit_is_used_twice_and_reduced_once(plan: Plan, ahead: int) -> No
     ]
     for unit, t in enumerate(traits):
         assert program.count(Op.REDUCE, unit) == t.trainable
-        assert program.count(Op.GATHER, unit) in ((1,) if t.resident else (1, 2))
+        assert program.count(Op.GATHER, unit) in ((1,) if t.resident or t.is_lookup else (1, 2))
 
 
 @given(plans(), AHEAD)
@@ -185,7 +193,8 @@ def test_check_is_the_law_close_to_legal_programs(plan: Plan, ahead: int, data: 
     source = data.draw(st.integers(0, len(steps) - 1))
     step = steps[source] if data.draw(st.booleans()) else steps.pop(source)
     steps.insert(data.draw(st.integers(0, len(steps))), step)  # a step repeated or moved anywhere
-    assert refused(steps, packing.conflicts) == (not is_legal(steps, packing.conflicts))
+    needless = data.draw(st.sampled_from([[], lookups(traits)]))
+    assert refused(steps, packing.conflicts, needless=needless) == (not is_legal(steps, packing.conflicts, needless))
 
 
 @given(plans(), AHEAD, st.data())
@@ -194,22 +203,23 @@ def test_mutated_programs_are_refused(plan: Plan, ahead: int, data: st.DataObjec
     """One change each that would give wrong numbers without an error."""
     traits, packing = plan
     steps = list(plan_step(traits, packing.conflicts, ahead).steps)
-    must_reduce = trainable(traits)
+    must_reduce, needless = trainable(traits), lookups(traits)
     position = data.draw(st.integers(0, len(steps) - 1))
     step = steps[position]
     without = steps[:position] + steps[position + 1 :]
     if step.op is Op.GATHER:
         use = next(i for i in range(position, len(without)) if without[i].unit == step.unit)
-        assert refused(without, packing.conflicts, must_reduce)  # never gathered
-        assert refused(without[: use + 1] + [step] + without[use + 1 :], packing.conflicts, must_reduce)  # too late
+        assert refused(without, packing.conflicts, must_reduce, needless)  # never gathered
+        late = [*without[: use + 1], step, *without[use + 1 :]]
+        assert refused(late, packing.conflicts, must_reduce, needless)
     elif step.op is Op.REDUCE:
-        assert refused(without, packing.conflicts, must_reduce)  # never reduced
-        assert refused([step, *without], packing.conflicts, must_reduce)  # before its backward
-        assert refused([*steps, step], packing.conflicts, must_reduce)  # twice
+        assert refused(without, packing.conflicts, must_reduce, needless)  # never reduced
+        assert refused([step, *without], packing.conflicts, must_reduce, needless)  # before its backward
+        assert refused([*steps, step], packing.conflicts, must_reduce, needless)  # twice
     elif step.op is Op.BACKWARD and traits[step.unit].trainable:
-        assert refused(without, packing.conflicts, must_reduce)  # a reduction of nothing
-        again = Step(Op.GATHER, step.unit)
-        assert refused([*steps[: position + 1], again, *steps[position + 1 :]], packing.conflicts, must_reduce)
+        assert refused(without, packing.conflicts, must_reduce, needless)  # a reduction of nothing
+        again = [*steps[: position + 1], Step(Op.GATHER, step.unit), *steps[position + 1 :]]
+        assert refused(again, packing.conflicts, must_reduce, needless)
 
 
 @given(plans(), AHEAD, st.data())
@@ -220,12 +230,13 @@ def test_a_gather_into_bytes_that_are_needed_is_refused(plan: Plan, ahead: int, 
     position = data.draw(st.integers(0, len(steps) - 1))
     step = steps[position]
     sharing = packing.conflicts(step.unit)
-    assume(sharing)
+    assume(sharing and not (step.op is Op.BACKWARD and traits[step.unit].is_lookup))
     intruder = Step(Op.GATHER, data.draw(st.sampled_from(sharing)))
     if step.op is Op.REDUCE or not step.op.is_collective:  # directly before a use, or before a reduction
-        assert refused([*steps[:position], intruder, *steps[position:]], packing.conflicts)
+        wrong = [*steps[:position], intruder, *steps[position:]]
     else:
-        assert refused([*steps[: position + 1], intruder, *steps[position + 1 :]], packing.conflicts)
+        wrong = [*steps[: position + 1], intruder, *steps[position + 1 :]]
+    assert refused(wrong, packing.conflicts, needless=lookups(traits))
 
 
 def test_resident_units_need_no_gather() -> None:
@@ -247,7 +258,7 @@ def golden_programs() -> dict[str, Program]:
     two_slots, two_slots_packing = blocks(5, 2)
     sizes_bytes = [300, 5000, *[3000] * 4, 5000]  # root, embedding, four blocks, head
     model_packing = pack([Demand(f"u{i}", s, resident=i == 0) for i, s in enumerate(sizes_bytes)], 3)
-    model = [UnitTraits(resident=True, encloses=True)] + [UnitTraits()] * 6
+    model = [UnitTraits(resident=True, encloses=True), UnitTraits(is_lookup=True)] + [UnitTraits()] * 5
     return {
         "three_units": plan_step(three, three_packing.conflicts),
         "two_slots": plan_step(two_slots, two_slots_packing.conflicts),

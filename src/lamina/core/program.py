@@ -7,6 +7,7 @@ bytes that this use still reads is issued there too, and waits on its lane.
 
 Note [Program order]
     1. AGu precedes the use that needs it; between them no gather or use of a unit that shares bytes with u, and no RSu.
+       Every use needs its weights but the backward of a lookup (an embedding).
     2. RSu follows BWDu, the last use of u before it; no AG of u or of a unit that shares bytes with u between the two.
     3. The text form and the list are the same thing: `Program.parse(p.text()) == p`.
 
@@ -64,12 +65,19 @@ class Program:
     def count(self, op: Op, unit: int | None = None) -> int:
         return sum(s.op is op and unit in (None, s.unit) for s in self.steps)
 
-    def check(self, conflicts: Conflicts, resident: Iterable[int] = (), trainable: Iterable[int] = ()) -> None:
+    def check(
+        self,
+        conflicts: Conflicts,
+        resident: Iterable[int] = (),
+        trainable: Iterable[int] = (),
+        lookups: Iterable[int] = (),
+    ) -> None:
         """The law of Note [Program order].
 
-        `resident` are the units gathered before the program begins. A unit that no step reduces passes for a frozen
-        one, except those named in `trainable`.
+        `resident` are the units gathered before the program begins; the backwards of `lookups` need no weights. A unit
+        that no step reduces passes for a frozen one, except those named in `trainable`.
         """
+        needless = {Step(Op.BACKWARD, unit) for unit in lookups}
         alive, unreduced, pending = set(resident), set[int](), set[int]()
         reduced_next = self._reduced_next()
         for position, step in enumerate(self.steps):
@@ -83,7 +91,7 @@ class Program:
                 for waiting in (alive, unreduced, pending):
                     waiting.discard(step.unit)
             else:
-                assert step.unit in alive, f"{step} finds its weights overwritten or never gathered"
+                assert step in needless or step.unit in alive, f"{step} finds its weights overwritten or never gathered"
                 if step.op is Op.BACKWARD:
                     pending.add(step.unit)
                 if position in reduced_next:
@@ -109,18 +117,20 @@ class UnitTraits:
     trainable: bool = True
     resident: bool = False  # its weights stay: gathered once, for its first use
     encloses: bool = False  # its window holds the windows of all others (the root)
+    is_lookup: bool = False  # an embedding, whose backward needs no weights
 
 
 def plan_step(units: Sequence[UnitTraits], conflicts: Conflicts, ahead: int = 1) -> Program:
     """Forward in the given order, backward in the reverse one, each gather as early as the arena allows.
 
-    N equal units in k slots need 2N - k gathers: the last k of the forward are still there when backward begins.
+    N equal units in k slots need 2N - k gathers: the last k of the forward are still there when backward begins. A
+    lookup needs one, for its forward.
     """
     alive: set[int] = set()
     steps: list[Step] = []
 
     def use(op: Op, unit: int) -> None:
-        if unit not in alive:
+        if unit not in alive and not (op is Op.BACKWARD and units[unit].is_lookup):
             steps.append(Step(Op.GATHER, unit))
             alive.difference_update(conflicts(unit))
             alive.add(unit)

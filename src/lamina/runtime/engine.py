@@ -177,31 +177,38 @@ class Engine:
 
     # ---- uses --------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, op: Op, slot: Slot | None = None) -> Slot | None:
-        """A use begins: its weights are there and its modules see them when this returns; the slot they lie in."""
+    def enter(self, unit: Unit, op: Op, slot: Slot | None = None, reads: bool = True) -> Slot | None:
+        """A use begins: its weights are there and its modules see them when this returns; the slot they lie in.
+
+        reads: False for the backward of a lookup, which needs no weights; see lookups.py.
+        """
         phase = self.current()
         if phase.recorded is None:
-            self._agree(phase, op, unit)
+            self._agree(phase, op, unit, reads)
         else:
-            self._follow(phase, op, unit)
+            self._follow(phase, op, unit, reads)
         if op is Op.FORWARD:
             unit.was_entered = True
         if unit.plain:
             unit.windows += 1
             return None
-        slot = self.residency.weights_in(unit, slot)
-        slot.pins += 1
-        unit.swap_in(slot, forward=op is Op.FORWARD)
-        unit.windows += 1
+        if reads:
+            slot = self.residency.weights_in(unit, slot)
+            slot.pins += 1
+            unit.swap_in(slot, forward=op is Op.FORWARD)
+            unit.windows += 1
+        elif slot is not None:
+            unit.freeze_late(slot)
         if phase.recorded is not None:
             self._pump(phase)
         return slot
 
-    def leave(self, unit: Unit, slot: Slot | None) -> None:
+    def leave(self, unit: Unit, slot: Slot | None, reads: bool = True) -> None:
         """A use has ended: its modules see the persistent parameters again, its slot may be given away."""
-        unit.shut_window()
         phase = self.phase
-        if slot is not None:
+        if reads:
+            unit.shut_window()
+        if reads and slot is not None:
             in_backward = phase is not None and phase.key.kind is Kind.BACKWARD
             self.residency.release(unit, slot, hold_overflow=in_backward)
         if phase is not None and phase.recorded is not None:
@@ -209,13 +216,13 @@ class Engine:
 
     # ---- following the program ---------------------------------------------------------------------------------
 
-    def _follow(self, phase: Phase, op: Op, unit: Unit) -> None:
+    def _follow(self, phase: Phase, op: Op, unit: Unit, reads: bool) -> None:
         steps, cursor = phase.steps, phase.cursor
         if cursor < len(steps) and steps[cursor].unit == unit.index and steps[cursor].op is op:
             phase.cursor = cursor + 1
         else:
             self._jump(phase, op, unit)
-        if not unit.is_ready:
+        if reads and not unit.is_ready:
             self._deviate(phase, op, unit)
 
     def _jump(self, phase: Phase, op: Op, unit: Unit) -> None:
@@ -277,12 +284,12 @@ class Engine:
 
     # ---- agreeing ----------------------------------------------------------------------------------------------
 
-    def _agree(self, phase: Phase, op: Op, unit: Unit) -> None:
+    def _agree(self, phase: Phase, op: Op, unit: Unit, reads: bool = True) -> None:
         step, serve = Step(op, unit.index), self._server(phase)
         if self.one_sided and op is not Op.REDUCE:
-            serve(step, not unit.is_ready, True)
+            serve(step, reads and not unit.is_ready, True)
         else:
-            self.lockstep.agree(phase, step, lambda: op is not Op.REDUCE and not unit.is_ready, serve)
+            self.lockstep.agree(phase, step, lambda: reads and op is not Op.REDUCE and not unit.is_ready, serve)
 
     def _server(self, phase: Phase):
         """What to do when the ranks have agreed on a step."""
@@ -308,16 +315,7 @@ class Engine:
         if use.active_in == task:
             return
         unit = use.unit
-        if torch.is_grad_enabled() and not unit.plain and not unit.kept:
-            raise StateError(
-                f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are "
-                "given back. Type `with lamina.keep(model):` around the forward and both backwards"
-            )
-        if use.version != unit.version or (unit.sharded and unit.dirty.value):
-            raise StateError(
-                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients "
-                "would be a mixture: step, load and edit after the backward, or run the forward again"
-            )
+        use.check_weights()
         if self.phase is None:
             self.begin_backward(task)
         phase = self.current()
@@ -330,7 +328,7 @@ class Engine:
             self._finish_use(other)  # Note [Begin and end] 4
         use.active_in, use.waiting = task, use.input_count
         active.append(use)
-        use.slot = self.enter(unit, Op.BACKWARD, use.slot)
+        use.slot = self.enter(unit, Op.BACKWARD, use.slot, use.reads)
 
     def end_use(self, use: Use) -> None:
         """The node of one of its inputs is about to run."""
@@ -347,7 +345,7 @@ class Engine:
         use.active_in = None
         if not phase.keeps_graph:
             use.finish()
-        self.leave(unit, use.slot)
+        self.leave(unit, use.slot, use.reads)
         if unit.trainable and not unit.kept and (unit.alive_uses == 0 or self.gradients.all_of(unit)):
             self._finish_unit(phase, unit)
 

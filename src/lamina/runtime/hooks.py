@@ -23,6 +23,7 @@ from lamina.core.program import Op
 from lamina.core.slots import Slot
 from lamina.errors import LaminaError, StateError
 from lamina.runtime.engine import Engine
+from lamina.runtime.lookups import reads_weights
 from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
@@ -181,7 +182,8 @@ class ModuleHooks:
         engine = self.engine
         closed = next(_moments)
         for unit, slot in zip(self.units, frame.slots, strict=True):
-            use = Use(unit, slot, frame.input_count, frame.opened, closed)
+            reads = slot is None or not unit.sharded or reads_weights(frame.module, self.after, slot, nodes, tensors)
+            use = Use(unit, slot, frame.input_count, frame.opened, closed, reads)
             for node in frame.inputs:
                 hook_of(node, engine, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
             for node in nodes:

@@ -205,7 +205,7 @@ class Unit:
                 self._follow_requires_grad(position, full, param)
             self._followed[slot] = self.requires
         if not forward:
-            self._freeze_late(slot)
+            self.freeze_late(slot)
         for module in self.recurrent:
             refresh_flat_weights(module)
 
@@ -233,7 +233,7 @@ class Unit:
         for module in self.recurrent:
             refresh_flat_weights(module)
 
-    def _freeze_late(self, slot: Slot) -> None:
+    def freeze_late(self, slot: Slot) -> None:
         """What was frozen since the forward gets no gradient; the next forward looks anew."""
         with AS_PLAIN():
             now = list(map(_is_trainable, self.params))

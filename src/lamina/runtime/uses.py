@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.slots import Slot
+from lamina.errors import StateError
 from lamina.runtime.unit import Unit
 
 PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -42,6 +43,7 @@ class Use:
         "opened",
         "closed",
         "version",
+        "reads",
         "input_count",
         "waiting",
         "active_in",
@@ -49,8 +51,11 @@ class Use:
         "__weakref__",
     )
 
-    def __init__(self, unit: Unit, slot: Slot | None, input_count: int, opened: int, closed: int) -> None:
+    def __init__(
+        self, unit: Unit, slot: Slot | None, input_count: int, opened: int, closed: int, reads: bool = True
+    ) -> None:
         self.unit, self.slot = unit, slot
+        self.reads = reads  # whether its backward needs the weights; see lookups.py
         self.opened, self.closed = opened, closed  # when its forward began and ended, counted over all forwards
         self.version = unit.version  # of the weights that it read
         self.input_count = input_count  # input nodes that must pass before the end; 0: the end of the graph task
@@ -58,6 +63,24 @@ class Use:
         self.active_in: int | None = None  # the graph task in which its backward is under way
         self.done = False
         unit.alive_uses += 1
+
+    def check_weights(self) -> None:
+        """Before its backward: the weights that its forward read are those that backward will read, and no later one.
+
+        Raises:
+            StateError: a graph of this backward is wanted too, or the weights were changed since.
+        """
+        unit = self.unit
+        if torch.is_grad_enabled() and not unit.plain and not unit.kept:
+            raise StateError(
+                f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are "
+                "given back. Type `with lamina.keep(model):` around the forward and both backwards"
+            )
+        if self.version != unit.version or (unit.sharded and unit.dirty.value):
+            raise StateError(
+                f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients "
+                "would be a mixture: step, load and edit after the backward, or run the forward again"
+            )
 
     def finish(self) -> None:
         """No backward of this use can come any more."""

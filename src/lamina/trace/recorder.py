@@ -186,16 +186,16 @@ class Recorder:
         self._close_use(unit)
         self._go_on()
 
-    def _entering(self, original: Callable[..., Any], unit: Unit, op: Op, slot: Slot | None = None) -> Slot | None:
+    def _entering(self, original: Callable[..., Any], unit: Unit, op: Op, *more: Any) -> Slot | None:
         self._pause()
-        found = original(unit, op, slot)
+        found = original(unit, op, *more)
         self._open_use(op, unit)
         return found
 
-    def _leaving(self, original: Callable[..., Any], unit: Unit, slot: Slot | None) -> None:
+    def _leaving(self, original: Callable[..., Any], unit: Unit, *more: Any) -> None:
         self._pause()
         self._close_use(unit)
-        original(unit, slot)
+        original(unit, *more)
         self._go_on()
 
     # ---- gathers -----------------------------------------------------------------------------------------------
