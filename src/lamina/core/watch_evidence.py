@@ -43,15 +43,15 @@ OUR_GROUPS: set[str] = set()  # names of the groups that lamina has made
 
 
 class OnDevice(Protocol):
-    """Something beside torch's groups that makes the device wait for other ranks."""
-
-    def barrier_counts(self) -> dict[str, int]:
-        """How many barriers this rank has queued, by a name that all their members use."""
+    """Something beside torch's groups that makes the device wait for other ranks. It counts its barriers."""
 
     def release(self) -> None:
         """Let them pass."""
 
 
+# Barriers that this rank has queued, by a name that all their members use. Of those that are gone, too: what a rank has
+# last said of them would else depend on when it was asked, and one that said more would seem to wait for the others.
+BARRIERS: dict[str, int] = {}
 _ON_DEVICE: list[weakref.ref[OnDevice]] = []  # only appended to: other threads walk through it
 
 
@@ -245,9 +245,7 @@ def group_counts() -> dict[str, GroupCount]:
             found[_key(pg, name)] = GroupCount(_issued(pg), name in OUR_GROUPS)
         except (RuntimeError, KeyError, ValueError):
             continue  # a backend that does not count, or a group that is being destroyed
-    for waits in on_device():
-        found |= {name: GroupCount(count, True) for name, count in waits.barrier_counts().items()}
-    return found
+    return found | {name: GroupCount(count, True) for name, count in list(BARRIERS.items())}
 
 
 def _issued(pg: Any) -> int:

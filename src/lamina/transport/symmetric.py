@@ -31,7 +31,7 @@ from lamina.core.control import Control, name_ranks
 from lamina.core.groups import Group
 from lamina.core.layout import round_up
 from lamina.core.mesh import DataMesh
-from lamina.core.watch_evidence import group_key, note_on_device
+from lamina.core.watch_evidence import BARRIERS, group_key, note_on_device
 from lamina.errors import TransportError
 from lamina.transport.c10d import C10d, Exchange
 from lamina.transport.shared_memory import host_id
@@ -69,7 +69,7 @@ class SymmetricPeers:
         ]
         self._device = device
         self._names = [f"{group_key(group.pg)} barriers of lane {channel}" for channel in CHANNELS]
-        self._met = dict.fromkeys(self._names, 0)  # barriers queued
+        BARRIERS.update(dict.fromkeys(self._names, 0))
         note_on_device(self)
 
     def data(self, place: int) -> Tensor:
@@ -85,12 +85,8 @@ class SymmetricPeers:
 
     def meet(self, channel: int) -> None:
         """Queue a barrier on the lane that is running, whose channel it is. Collective."""
-        self._met[self._names[channel]] += 1
+        BARRIERS[self._names[channel]] += 1
         self._handle.barrier(channel=channel)
-
-    def barrier_counts(self) -> dict[str, int]:
-        """Evidence for the watch, like torch's counts of collectives."""
-        return dict(self._met)
 
     # ---- the end of a wait -------------------------------------------------------------------------------------
 
