@@ -206,11 +206,11 @@ def _data_ranks(grid: Grid) -> int:
     return ranks
 
 
-def place_on(grid: Grid | None, rank: int) -> tuple[DeviceMesh | None, int]:
+def place_on(grid: Grid | None, rank: int, device: str) -> tuple[DeviceMesh | None, int]:
     """The mesh, and this rank's number among those it shares data with."""
     if grid is None:
         return None, rank
-    mesh = init_device_mesh("cpu", grid[0], mesh_dim_names=grid[1])
+    mesh = init_device_mesh(device, grid[0], mesh_dim_names=grid[1])
     coordinate, number = mesh.get_coordinate(), 0
     assert coordinate is not None
     for size, name, at in zip(*grid, coordinate, strict=True):

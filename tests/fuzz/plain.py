@@ -17,9 +17,9 @@ from fuzz.models import RandomModel
 
 
 class Plain:
-    def __init__(self, seed: int, scheme: Scheme) -> None:
+    def __init__(self, seed: int, scheme: Scheme, device: str) -> None:
         self.precision = scheme.precision
-        self.masters, self.model = RandomModel(seed, scheme.born), RandomModel(seed, scheme.born)
+        self.masters, self.model = (RandomModel(seed, scheme.born).to(device) for _ in range(2))
         for (name, master), copy in zip(self.masters.named_parameters(), self.model.parameters(), strict=True):
             if master.is_floating_point():
                 master.data = master.data.to(self.master_dtype(master))

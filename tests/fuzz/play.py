@@ -11,7 +11,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, draw_case, ignored
 from fuzz.hooks import add_hooks
 from fuzz.models import WIDTH, RandomModel
 from fuzz.plain import Plain
+from gpu.cards import take_card
+from lamina.runtime import direct
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
 LATE_S = 0.01
@@ -52,11 +54,11 @@ def make_optimizer(kind: str, params: Sequence[Tensor], is_reference: bool) -> t
 class Job:
     """The sharded model of this rank, and the plain one."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, scheme = case, case.scheme
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device, scheme = case, device, case.scheme
         self.draw, self.failures = random.Random(f"job {case.seed}"), random.Random(f"failures {case.seed}")
-        mesh, self.rank = place_on(case.grid, dist.get_rank())
-        self.reference, model = Plain(case.seed, scheme), RandomModel(case.seed, scheme.born)
+        mesh, self.rank = place_on(case.grid, dist.get_rank(), device)
+        self.reference, model = Plain(case.seed, scheme, device), RandomModel(case.seed, scheme.born).to(device)
         self.plain = self.reference.masters
         if case.hooks == "before":
             add_hooks(model, case.seed)
@@ -94,7 +96,7 @@ class Job:
         key = ((step * 7 + rank) * 5 + micro) * 3 + forward
         generator = torch.Generator().manual_seed(key)
         drawn = torch.randn(1 + (key % 3), WIDTH, dtype=torch.float64, generator=generator)
-        return drawn.to(self.case.scheme.born)
+        return drawn.to(self.device, self.case.scheme.born)
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
         outputs = [self.output(model, self.data(step, rank, micro, f), rank) for f in range(self.case.forwards)]
@@ -105,7 +107,7 @@ class Job:
         trains = [name for name, p in self.plain.named_parameters() if p.requires_grad and p.is_floating_point()]
         params, weight = dict(model.named_parameters()), self.data(step, rank, micro, 0).mean().abs() + 0.1
         chosen = [params[name] for name in trains[self.case.seed % 2 :: 3]]
-        zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device, requires_grad=True)
         return 0.01 * weight * sum((p.pow(2).sum() for p in chosen), zero) / self.case.micro_batches
 
     def output(self, model: nn.Module, data: Tensor, rank: int) -> Tensor:
@@ -325,9 +327,13 @@ class Outcome:
         return self.worst <= self.tolerance
 
 
-def play(seed: int) -> Outcome:
+def play(seed: int, device: str = "cpu") -> Outcome:
     """Run one job on this rank. Any error is a fault: nothing that these jobs do is refused."""
-    job = Job(case_of(seed, dist.get_world_size()))
+    case = case_of(seed, dist.get_world_size())
+    if device != "cpu":  # whose products are rounded as their addresses are aligned: with 64 bits it cannot be seen
+        has_coarse = "Coarse" in RandomModel(seed).features
+        case = replace(case, precision="own, wide masters" if has_coarse else "own")
+    job = Job(case, device)
     for number in range(STEPS):
         for what in job.case.acts[number]:
             job.act(what)
@@ -336,8 +342,11 @@ def play(seed: int) -> Outcome:
     return Outcome(job.case, features, job.worst, job.where, job.rounding)
 
 
-def play_all(seeds: Sequence[int]) -> list[Outcome]:
+def play_all(seeds: Sequence[int], device: str = "cpu") -> list[Outcome]:
+    if device == "cuda":
+        take_card(dist.get_rank())
+        direct.LEAST_PIECE_BYTES = 0  # as for wide models
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        return [play(seed) for seed in seeds]
+        return [play(seed, device) for seed in seeds]

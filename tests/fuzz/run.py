@@ -25,6 +25,7 @@ from fuzz.play import Outcome, case_of, play_all
 
 BATCH = 40  # seeds a call, over all worlds
 START_S, SEED_S = 25.0, 3.0  # time limit of a call: a seed takes 0.1 s on a quiet machine
+GPU_SEED_S = 12.0  # with communicators of its own
 
 
 Row = tuple[int, str, Outcome | None]  # seed, what went wrong ("" if nothing did), what came out
@@ -34,15 +35,16 @@ def world_of(seed: int) -> int:
     return 1 + seed % 4
 
 
-def run_seeds(seeds: Sequence[int], until_wrong: bool = False) -> list[Row]:
+def run_seeds(seeds: Sequence[int], until_wrong: bool = False, device: str = "cpu") -> list[Row]:
     """Seed, what went wrong ("" if nothing did), and the outcome; with `until_wrong` not of all."""
     found: list[Row] = []
+    seed_s = SEED_S if device == "cpu" else GPU_SEED_S
     for world in sorted({world_of(seed) for seed in seeds}):
         mine = [seed for seed in seeds if world_of(seed) == world]
         try:
-            by_rank = harness.run_ranks(world, play_all, mine, timeout=START_S + SEED_S * len(mine))
+            by_rank = harness.run_ranks(world, play_all, mine, device, timeout=START_S + seed_s * len(mine))
         except harness.RankFailure as failure:
-            rows = _one_by_one(mine, until_wrong) if len(mine) > 1 else [(mine[0], str(failure), None)]
+            rows = _one_by_one(mine, until_wrong, device) if len(mine) > 1 else [(mine[0], str(failure), None)]
         else:
             rows = [(seed, _wrong([o[n] for o in by_rank]), by_rank[0][n]) for n, seed in enumerate(mine)]
         found += rows
@@ -51,11 +53,11 @@ def run_seeds(seeds: Sequence[int], until_wrong: bool = False) -> list[Row]:
     return found
 
 
-def _one_by_one(seeds: Sequence[int], until_wrong: bool) -> list[Row]:
+def _one_by_one(seeds: Sequence[int], until_wrong: bool, device: str) -> list[Row]:
     """Which of these seeds it was that raised, died or hung; it may be none of them alone."""
     found: list[Row] = []
     for seed in seeds:
-        found += run_seeds([seed])
+        found += run_seeds([seed], device=device)
         if until_wrong and found[-1][1]:
             return found
     if not any(problem for _, problem, _ in found):
@@ -63,14 +65,14 @@ def _one_by_one(seeds: Sequence[int], until_wrong: bool) -> list[Row]:
     return found
 
 
-def _run_here(seeds: Sequence[int]) -> list[Row]:
+def _run_here(seeds: Sequence[int], device: str) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: list[Row] = []
     for seed in seeds:
         if world_of(seed) == 1:
             try:
-                (outcome,) = play_all([seed])
+                (outcome,) = play_all([seed], device)
             except Exception as problem:
                 found.append((seed, f"rank 0: {type(problem).__name__}: {problem}", None))
             else:
@@ -116,18 +118,18 @@ class Tally:
             print("not right: --seeds " + ",".join(map(str, sorted(self.wrong))))
 
 
-def _work(seeds: Sequence[int], until_wrong: bool, told: Connection) -> None:
+def _work(seeds: Sequence[int], until_wrong: bool, device: str, told: Connection) -> None:
     """A worker: a process with ranks of its own."""
     try:
         size = BATCH // 4 if until_wrong else BATCH
         for at in range(0, len(seeds), size):
-            told.send(run_seeds(seeds[at : at + size], until_wrong))
+            told.send(run_seeds(seeds[at : at + size], until_wrong, device))
     finally:
         told.close()
         harness.shutdown()
 
 
-def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tally) -> None:
+def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tally, device: str = "cpu") -> None:
     """Deal the seeds out to processes; one that dies is named by the first seed that it owes."""
     context = multiprocessing.get_context("spawn")
     owed: dict[Connection, list[int]] = {}
@@ -135,7 +137,7 @@ def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tall
     for n in range(count):
         mine = [seed for place, seed in enumerate(seeds) if place // BATCH % count == n]
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(mine, until_wrong, theirs), name=f"worker {n}")
+        process = context.Process(target=_work, args=(mine, until_wrong, device, theirs), name=f"worker {n}")
         process.start()
         theirs.close()
         owed[ours] = mine
@@ -170,16 +172,21 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="so many of up to four ranks each, side by side")
     parser.add_argument("--show", action="store_true", help="describe every case")
     parser.add_argument("--until-wrong", action="store_true", help="end soon after the first seed that is not right")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: float64 jobs; see gpu/cards.py")
     parser.add_argument("--here", action="store_true", help="only jobs of one rank, in this process: for a debugger")
     options = parser.parse_args()
     seeds, tally = _seeds_of(options.seeds), Tally(options.show)
     if options.workers > 1 and not options.here:
-        run_workers(seeds, options.workers, options.until_wrong, tally)
+        run_workers(seeds, options.workers, options.until_wrong, tally, options.device)
     else:
         size = BATCH // 4 if options.until_wrong else BATCH
         for at in range(0, len(seeds), size):
             some = seeds[at : at + size]
-            tally.add(_run_here(some) if options.here else run_seeds(some, options.until_wrong))
+            tally.add(
+                _run_here(some, options.device)
+                if options.here
+                else run_seeds(some, options.until_wrong, options.device)
+            )
             if options.until_wrong and tally.wrong:
                 break
     tally.print()
