@@ -108,7 +108,7 @@ def attach(runtime: Runtime) -> None:
 def let_hooks_know(runtime: Runtime) -> None:
     """Of the units and the runtime that there are now."""
     model = runtime.model()
-    runtime.engine.gradients.model = runtime.model
+    runtime.engine.gradients.tokens.model = runtime.model
     if model is not None and runtime.mesh.world > 1:
         runtime.engine.newcomers = Newcomers(model, runtime.units)
     for hooks in runtime.hooks.values():

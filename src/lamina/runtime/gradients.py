@@ -12,16 +12,15 @@ Note [Given up]
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lamina.core.control import Control, Flags, finish
+from lamina.core.control import Control, Flags
 from lamina.core.lanes import NOTHING, Lanes
 from lamina.core.shard_losses import hand_over_means
 from lamina.core.slots import Slot, SlotState
@@ -29,12 +28,11 @@ from lamina.errors import Disagreement, ParameterChanged, StateError
 from lamina.runtime.alike import Alike
 from lamina.runtime.direct import DirectRoute
 from lamina.runtime.lockstep import FREEZE_ALIKE
-from lamina.runtime.pending_gradient import PendingGradient
 from lamina.runtime.phase import Phase
 from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
+from lamina.runtime.tokens import Tokens
 from lamina.runtime.unit import Unit
-from lamina.runtime.unit_gradients import local_of
 
 _grad_of = attrgetter("grad")
 
@@ -49,19 +47,13 @@ class Gradients:
         self.reducer, self.residency = reducer, residency
         self.flags = Flags(control, self.units[0].mesh.flags if units else None)
         self.alike = Alike(self.units, control)
+        self.tokens = Tokens(self.units, control, reducer)
         self.last_micro_batch = True
         self.defer = False
         self.accumulating = False
-        self.alone: dict[int, int] = {}  # without units: versions of gradients when the backward began
         self.contributes = True  # False: this rank has run out of data and reduces zeros
         self.active_ranks = control.world  # over which gradients are averaged
-        self._versions: dict[int, int] = {}  # of gradients, by id, when the last micro-batch had ended
         self.are_aside = False  # what was there before the backward that is under way
-        self.is_token_mean = True  # the backward that is under way
-        self.model: weakref.ref[nn.Module] | None = None
-        self.scope = 0  # number of the `accumulate` that is open
-        self._fresh: tuple[int, Tensor] | None = None  # scope, and tokens counted in it whose backward has not come
-        self._tokens: Tensor | None = None  # counted in this step's micro-batches, to be divided by at its end
 
     def set_share(self, contributes: bool, active_ranks: int) -> None:
         """Whether this rank has data, and how many ranks have."""
@@ -72,7 +64,7 @@ class Gradients:
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
         self.set_share(before.contributes, before.active_ranks)
-        self._tokens, self._fresh, self.scope = before._tokens, before._fresh, before.scope
+        self.tokens.follow(before.tokens)
 
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
@@ -80,7 +72,7 @@ class Gradients:
             return
         self.are_aside = True
         if self.reducer.partials:
-            self._give_up()
+            self.give_up()
         for unit in self.units:
             if unit.plain and not unit.kept:
                 self.set_aside(unit)
@@ -89,7 +81,7 @@ class Gradients:
 
     def begin_phase(self) -> None:
         """The backward has reached a unit."""
-        self.refuse_other_terms()
+        self.tokens.refuse_other_terms()
         self.begin()
 
     def set_aside(self, unit: Unit) -> None:
@@ -208,9 +200,9 @@ class Gradients:
         self.reducer.let_go()
         self.average_losses()
         complete = [index for index in reduced if index not in self.reducer.partials]
-        self._take_fresh_tokens()
-        if self.last_micro_batch and self._tokens is not None:
-            self._divide_by_tokens(complete)
+        self.tokens.take_fresh()
+        if self.last_micro_batch:
+            self.tokens.divide(complete, self.active_ranks)
         used = self._used_anywhere(complete)
         for index in complete:
             unit = self.units[index]
@@ -226,10 +218,9 @@ class Gradients:
                 unit.gradients.show_hooks()
         for index, partial in self.reducer.partials.items():
             self.units[index].gradients.hold_places(sums_of_others=partial.climbed > 0)
-        if self._tokens is not None and not self.reducer.partials:
-            self._versions = self.versions()
+        self.tokens.note_end()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Forget the sums of which `p.grad` was cleared. See Note [Given up]."""
         units = [self.units[index] for index in self.reducer.partials if self.units[index].gradients.waiting]
         cleared_units = 0
@@ -251,19 +242,7 @@ class Gradients:
             unit.gradients.touched = [False] * len(unit.params)
             cleared_units += 1
         if units and cleared_units == len(units):
-            self._tokens = None
-
-    def _are_cleared(self) -> bool:
-        """Whether the gradients of earlier micro-batches, whose tokens are counted, were cleared."""
-        grads = self._finished()
-        if any(self._versions.get(id(grad), grad._version) != grad._version for grad in grads):
-            raise StateError(
-                "gradients were written to between micro-batches whose tokens are still being counted: zeroed, they "
-                "would begin a new step, scaled, they would go on with the old one. Clear them by "
-                "`zero_grad(set_to_none=True)`, or give `lamina.token_mean` the total of all micro-batches "
-                "(`total=lamina.total(count)`)"
-            )
-        return not grads
+            self.tokens.forget()
 
     def restore(self) -> None:
         """A backward has failed: parameters show what they had before it."""
@@ -312,7 +291,7 @@ class Gradients:
         for unit in self.units:
             unit.gradients.show_hooks()
             if unit.communicates and (unit.gradients.arrived or unit.gradients.held):
-                self.refuse_other_terms()
+                self.tokens.refuse_other_terms()
                 unit.gradients.take_in(sums_wait=unit.index in self.reducer.partials)
 
     def _used_anywhere(self, complete: Sequence[int]) -> dict[int, list[bool]]:
@@ -340,87 +319,3 @@ class Gradients:
                     f"`{name}` is frozen on rank {self.control.rank} of {self.control.world}, and others train it: "
                     f"{FREEZE_ALIKE}"
                 )
-
-    # ---- means over tokens -------------------------------------------------------------------------------------
-
-    @property
-    def counts_tokens(self) -> bool:
-        return self._tokens is not None or self._fresh is not None
-
-    def refuse_other_terms(self) -> None:
-        """A backward has reached the model, or its parameters."""
-        if self.counts_tokens and not self.is_token_mean:
-            raise StateError(
-                "inside `lamina.accumulate`, gradients are divided once by the tokens of all micro-batches, so that a "
-                "loss with other terms beside `lamina.token_mean(...)` would have them divided, too. Give it the "
-                "total: `lamina.token_mean(loss_sum, count, total=lamina.total(counts_of_all_micro_batches))`"
-            )
-
-    def _finished(self) -> list[Tensor]:
-        """Gradients that are there, without places held for sums."""
-        params: Iterable[Tensor] = (param for unit in self.units for param in unit.params)
-        model = None if self.model is None or self.units else self.model()
-        if model is not None:
-            params = model.parameters()
-        return [grad for grad in map(_grad_of, params) if grad is not None and type(grad) is not PendingGradient]
-
-    def _refuse_earlier(self) -> None:
-        """What is there when the first tokens of a step are counted would be divided by them, too. Collective."""
-        sums_wait = any(self.units[index].gradients.waiting for index in self.reducer.partials)
-        is_there = sums_wait or any(bool(local_of(grad).any()) for grad in self._finished())
-        if any(row[0] for row in self.control.exchange([int(is_there)], "tokens beside earlier gradients")):
-            raise StateError(
-                "`lamina.token_mean` inside `lamina.accumulate` divides all gradients by the tokens of its "
-                "micro-batches, and there are gradients of earlier losses: clear them first, or give it the total "
-                "(`total=lamina.total(counts_of_all_micro_batches)`)"
-            )
-
-    def add_tokens(self, count: Tensor) -> None:
-        """Tokens of one loss, by which the last micro-batch will divide."""
-        if self._fresh is not None and self._fresh[0] == self.scope:
-            self._fresh = self.scope, self._fresh[1] + count
-            return
-        self._fresh = self.scope, count.clone()  # a backward that had not come is not to come any more
-        if self.reducer.partials:
-            self._give_up()
-        elif self._tokens is not None and self._are_cleared():
-            self._tokens = None
-        if self._tokens is None and (self.reducer.partials or self._finished()):
-            self._refuse_earlier()
-
-    def _take_fresh_tokens(self) -> None:
-        """The backward has come in which the losses' tokens count."""
-        if self._fresh is not None:
-            self._tokens = self._fresh[1] if self._tokens is None else self._tokens + self._fresh[1]
-            self._fresh = None
-
-    def settle_alone(self) -> None:
-        """On one rank torch does everything, and what is left is to divide by tokens."""
-        grads = self._finished()
-        if all(self.alone.get(id(grad)) == grad._version for grad in grads):
-            return  # a backward of something else
-        self.refuse_other_terms()
-        self._take_fresh_tokens()
-        if self.last_micro_batch and self._tokens is not None:
-            for grad in grads:
-                grad.div_(self._tokens.to(grad.real.dtype).clamp(min=1))
-            self._tokens = None
-        self._versions = self.versions()
-
-    def versions(self) -> dict[int, int]:
-        """Of gradients, by id."""
-        return {id(grad): grad._version for grad in self._finished()}
-
-    def _divide_by_tokens(self, complete: Sequence[int]) -> None:
-        tokens, self._tokens = self._tokens, None
-        assert tokens is not None
-        everyone = next((unit.mesh.everyone for unit in self.units), None)
-        if everyone is not None:
-            work = torch.distributed.all_reduce(tokens, group=everyone, async_op=True)
-            finish(work, tokens, "sums tokens at the last micro-batch")
-        factor = self.active_ranks / tokens.to(torch.float64).clamp(min=1)
-        with torch.no_grad():
-            for index in complete:
-                self.units[index].gradients.has_squares = False
-                for grad in self.units[index].gradients.ranges:
-                    grad.mul_(factor.to(grad.real.dtype))

@@ -63,10 +63,8 @@ def _take(reference: weakref.ref[Unit], position: int, grads: tuple[Tensor | Non
 def before_backward(roots: list[Any]) -> None:
     """The outermost backward of this process begins."""
     for engine in list(ENGINES):
-        if engine.gradients.counts_tokens:
-            engine.gradients.is_token_mean = all(map(is_token_mean, roots))
-            if not engine.units:
-                engine.gradients.alone = engine.gradients.versions()
+        if engine.gradients.tokens.are_counted:
+            engine.gradients.tokens.begin_backward(all(map(is_token_mean, roots)))
         if engine.is_stale():
             engine.close_failed()
         if engine.phase is None:
@@ -91,8 +89,8 @@ def after_backward() -> None:
         gradients = engine.gradients
         if engine.phase is not None:
             continue  # a backward inside a forward
-        if not engine.units and gradients.counts_tokens:
-            gradients.settle_alone()
+        if not engine.units and gradients.tokens.are_counted:
+            gradients.tokens.settle_alone(gradients.last_micro_batch)
         if gradients.are_aside and any(
             not unit.communicates and not unit.kept and gradients.any_of(unit) for unit in engine.units
         ):

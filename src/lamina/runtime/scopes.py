@@ -32,7 +32,7 @@ def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[No
     gradients = runtime_of(model).engine.gradients
     before = gradients.last_micro_batch, gradients.defer, gradients.accumulating
     gradients.last_micro_batch, gradients.defer, gradients.accumulating = bool(last), bool(defer), True
-    gradients.scope += 1
+    gradients.tokens.scope += 1
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
     if gradients is not None and not gradients.contributes:
         count = torch.zeros_like(count)
     if total is None and gradients is not None and gradients.accumulating:
-        gradients.add_tokens(count)
+        gradients.tokens.add(count, gradients.give_up)
         weight: Tensor | float = 1.0
     else:
         given = None if total is None else torch.as_tensor(total, device=loss_sum.device)
