@@ -7,10 +7,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamina
 from fuzz.models import RandomModel
+from gpu.cards import take_card
+from lamina.runtime import direct
 
 STEPS = 3
 NAMES = ("zero3", "zero3", "zero3", "zero2", "zero1", "ddp")
@@ -204,6 +207,13 @@ def _data_ranks(grid: Grid) -> int:
     for size, name in zip(*grid, strict=True):
         ranks *= 1 if name == "other" else size
     return ranks
+
+
+def begin_on(device: str) -> None:
+    """All jobs that follow on this rank are on that device."""
+    if device == "cuda":
+        take_card(dist.get_rank())
+        direct.LEAST_PIECE_BYTES = 0  # as for wide models
 
 
 def place_on(grid: Grid | None, rank: int, device: str) -> tuple[DeviceMesh | None, int]:

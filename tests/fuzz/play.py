@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
-from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, draw_case, ignored_of, place_on, units_of
+from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_case, ignored_of, place_on, units_of
 from fuzz.hooks import add_hooks
 from fuzz.models import WIDTH, RandomModel
 from fuzz.plain import Plain
-from gpu.cards import take_card
-from lamina.runtime import direct
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
 LATE_S = 0.01
@@ -343,9 +341,7 @@ def play(seed: int, device: str = "cpu") -> Outcome:
 
 
 def play_all(seeds: Sequence[int], device: str = "cpu") -> list[Outcome]:
-    if device == "cuda":
-        take_card(dist.get_rank())
-        direct.LEAST_PIECE_BYTES = 0  # as for wide models
+    begin_on(device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         warnings.filterwarnings("ignore", "Full backward hook is firing")

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import lamina
+from fuzz.case import begin_on
 from harness import RankFailure, run_ranks
 from parity.reference import TOLERANCE, difference, gradient_deviation
 
@@ -146,27 +147,27 @@ class Walked(nn.Module):
         return block(x, self, inside)
 
 
-def build(walk: Walk, seed: int) -> Walked:
+def build(walk: Walk, seed: int, device: str) -> Walked:
     torch.manual_seed(seed)
-    return Walked(walk.blocks).double()
+    return Walked(walk.blocks).double().to(device)
 
 
 def output_of(model: nn.Module, walk: Walk, seed: int, step: int, rank: int, micro: int) -> Tensor:
     """(2, WIDTH), of one rank's data on its path."""
     generator = torch.Generator().manual_seed(((seed * 100 + step) * 10 + rank) * 10 + micro)
     data = torch.randn(2, WIDTH, dtype=torch.float64, generator=generator)
-    return model(data, path_of(walk, seed, step, rank, micro))
+    return model(data.to(next(model.parameters()).device), path_of(walk, seed, step, rank, micro))
 
 
-def play(seed: int) -> float:
+def play(seed: int, device: str) -> float:
     """Largest relative difference of losses, evaluations and gradients over the steps of one job, on this rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     walk, worst = draw_walk(seed, world), 0.0
-    plain, strategy = build(walk, seed), walk.strategy
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if strategy == "hsdp" else None
+    plain, strategy = build(walk, seed, device), walk.strategy
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard")) if strategy == "hsdp" else None
     lamina.debug(walk.debug)
     model = lamina.shard(
-        build(walk, seed),
+        build(walk, seed, device),
         lamina.Strategy(*strategy) if isinstance(strategy, tuple) else strategy,
         mesh=mesh,
         units=walk.units,
@@ -200,21 +201,25 @@ def play(seed: int) -> float:
     return worst
 
 
-def play_all(seeds: Sequence[int]) -> list[float]:
-    return [play(seed) for seed in seeds]
+def play_all(seeds: Sequence[int], device: str = "cpu") -> list[float]:
+    begin_on(device)
+    return [play(seed, device) for seed in seeds]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", default="0:100")
     parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     begin, _, end = options.seeds.partition(":")
     seeds = range(int(begin), int(end or int(begin) + 1))
     wrong = []
     for seed in seeds:
         try:
-            (worst, *_) = sorted((row[0] for row in run_ranks(options.world, play_all, [seed])), reverse=True)
+            (worst, *_) = sorted(
+                (row[0] for row in run_ranks(options.world, play_all, [seed], options.device)), reverse=True
+            )
             problem = "" if worst <= TOLERANCE else f"{worst:.2e}"
         except RankFailure as failure:
             problem = str(failure)
