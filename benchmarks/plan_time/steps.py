@@ -10,6 +10,9 @@ for the machine file of the card that the row was measured on (`--machine`: what
     bound                   the same without anything that moves, and without the runtime's host time; its optimizer is
                             torch's, with casts, clipping and copies of its own: bytes counted from gpu_step/run.py
 
+Runtimes of then moved more: *more, bytes* an owned element is counted in (clipping by a pass of its own 8, publishing
+behind the update 4), and over peers gradients were laid out. *later* marks rows of which a later runtime has another.
+
 The rows of parts_h200.json are of one GPU (`parts.py`), 3 B among them, of which no value of a machine file was taken.
 No constant is fitted to a row here. `unit_host_ms` of lamina's defaults was set from one row (2048 tokens, marked).
 """
@@ -33,8 +36,9 @@ import lamina
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import measure
 from lamina.planner.measure_data import Measured
+from lamina.planner.passes import NORM_BYTES, UPDATE_BYTES
 from lamina.planner.rates import Rates, Reached
-from lamina.planner.time import LAYING_OUT, OPTIMIZER_BYTES, forecast_time
+from lamina.planner.time import forecast_time
 from lamina.planner.workload import Choice
 from lamina.train.planned import token_loss
 
@@ -53,6 +57,21 @@ TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
 }
 # bound, bytes an owned element: gradients to fp32 6, their norm 4, clipping 8, AdamW 28, weights to bf16 6
 BOUND_BYTES = 52
+# files in the order of their runtimes, with what those moved once a step and today's does not: by c10d, over peers
+BEFORE = {
+    "nccl_1b_2xH100": (8, 0),
+    "nccl_1b_2xH200": (8, 0),
+    "nccl_1b_2048_2xH200": (8, 0),
+    "nccl_1b_2xH100_second": (8, 0),
+    "peer_1b_2xH200": (8, 12),
+    "peer_1b_2048_2xH200": (8, 12),
+    "train/one_h200": (8, 8),
+    "clip_in_step_1b_2xH200": (0, 4),
+    "clip_in_step_1b_2048_2xH200": (0, 4),
+    "early_gathers_1b_2xH200": (0, 4),
+    "captured_1b_2048_2xH200": (0, 0),
+    "published_in_the_step_1b_2xH200": (0, 0),
+}
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
 
 
@@ -66,6 +85,12 @@ class Step:
     way: str
     measured_ms: float
     forecast_ms: float
+    more_bytes: int = 0  # that its runtime moved
+
+    @property
+    def what(self) -> tuple[str, int, str, bool]:
+        """The same in rows of another runtime."""
+        return self.card, self.tokens, self.way, "one GPU" in self.file
 
     @property
     def error(self) -> float:
@@ -80,24 +105,19 @@ def module_at(path: Path) -> ModuleType:
     return module
 
 
-def forecast(way: str, measured: Measured, machine: Machine, world: int) -> float:
-    """ms of a step."""
-    reached = Reached()
-    if way.startswith("bound"):
-        reached = dataclasses.replace(reached, unit_host_ms=0.0)
-        kinds = ("gather", "reduce", "exchange", "sum")
-        free = {f"{kind}_bytes_per_s": 1e18 for kind in kinds} | {f"{kind}_latency_us": 1e-6 for kind in kinds}
-        machine = dataclasses.replace(machine, interference=0.0, **free)
+def forecast(way: str, measured: Measured, machine: Machine, world: int, before_bytes: int = 0) -> float:
+    """ms of a step; `before_bytes`: that the row's runtime moved once a step and today's does not, an owned element."""
+    reached, captured = Reached(), way.endswith("-captured")
     transport = "peer" if "peer" in way else "c10d"
-    captured = way.endswith("-captured")
     # all rows are of runtimes that laid gradients out over peers as well
     choice = Choice("zero3", world, transport=transport, captured=captured, gradients="laid out")
+    more_bytes = measured.numel / world * before_bytes
+    if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
+        reached = dataclasses.replace(reached, unit_host_ms=0.0)
+        choice = dataclasses.replace(choice, world=1, compute_bytes=4, wire_bytes=4)
+        more_bytes = measured.numel / world * BOUND_BYTES - measured.numel * (UPDATE_BYTES + NORM_BYTES)
     ms = forecast_time(measured.workload, choice, machine, reached).total_ms
-    if way.startswith("bound"):
-        owned = measured.numel / world
-        differs = owned * (BOUND_BYTES - OPTIMIZER_BYTES) - measured.numel * LAYING_OUT * choice.wire_bytes
-        ms += Rates(machine, reached).memory_ms(differs)
-    return ms
+    return ms + Rates(machine, reached).memory_ms(more_bytes)
 
 
 def measured_model(size: str, tokens: int) -> Measured:
@@ -119,9 +139,11 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
             known[tokens] = measured_model(size[1], tokens)
         card = "h200" if "H200" in data["card"] else "h100"
         for row in data["rows"] if card in machines else ():
-            if row["way"].removesuffix("-captured") in KNOWN:
-                ms = forecast(row["way"], known[tokens], machines[card], 2)
-                yield Step(path.stem, card, tokens, row["way"], row["ms"], ms)
+            way = row["way"]
+            if way.removesuffix("-captured") in KNOWN:
+                more_bytes = 0 if "bound" in way else BEFORE[path.stem]["peer" in way]
+                ms = forecast(way, known[tokens], machines[card], 2, more_bytes)
+                yield Step(path.stem, card, tokens, way, row["ms"], ms, more_bytes)
 
 
 def of_parts(machine: Machine) -> Iterator[Step]:
@@ -142,11 +164,13 @@ def of_train(machine: Machine) -> Iterator[Step]:
         model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**TRAINED))
     model.tie_weights()
     measured = measure(model, 4, SEQ, precision="bf16", loss=token_loss)
-    tokens = 4 * SEQ
+    tokens, (more_bytes, _) = 4 * SEQ, BEFORE["train/one_h200"]
+    more_ms = Rates(machine, Reached()).memory_ms(measured.numel * more_bytes)
     for way in ("eager", "compiled"):
         rates = sorted(row["tokens_per_s"] for row in data[way])
         ms = forecast_time(measured.workload, Choice("zero3", 1, compiled=way == "compiled"), machine).total_ms
-        yield Step("train/one_h200", "h200", tokens, f"lamina train, {way}", tokens / rates[len(rates) // 2] * 1e3, ms)
+        seen_ms = tokens / rates[len(rates) // 2] * 1e3
+        yield Step("train/one_h200", "h200", tokens, f"lamina train, {way}", seen_ms, ms + more_ms, more_bytes)
 
 
 def one_gpu(machine: Machine) -> Iterator[Step]:
@@ -155,16 +179,21 @@ def one_gpu(machine: Machine) -> Iterator[Step]:
 
 
 def report(steps: list[Step]) -> str:
-    lines = ["| file | tokens a GPU | way | measured, ms | forecast, ms | error |", "|---|---|---|---|---|---|"]
+    lines = ["| file | tokens a GPU | way | more, bytes | later | measured, ms | forecast, ms | error |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    steps = sorted(steps, key=lambda s: list(BEFORE).index(s.file) if s.file in BEFORE else len(BEFORE))
+    latest = list({s.what: s for s in steps}.values())
     for s in steps:
+        later = "" if any(s is one for one in latest) else "yes"
         note = " (`unit_host_ms` is from it)" if (s.file, s.way) == SET_FROM else ""
-        row = f"{s.file} | {s.tokens} | {s.way}{note} | {s.measured_ms:.1f} | {s.forecast_ms:.1f} | {s.error:+.1%}"
-        lines.append(f"| {row} |")
+        times = f"{s.measured_ms:.1f} | {s.forecast_ms:.1f} | {s.error:+.1%}"
+        lines.append(f"| {s.file} | {s.tokens} | {s.way}{note} | {s.more_bytes or ''} | {later} | {times} |")
     for title, chosen in (
         ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer") and "one GPU" not in s.file]),
         ("one GPU, 1.27 B and 3 B", [s for s in steps if "one GPU" in s.file]),
         ("captured", [s for s in steps if s.way.endswith("-captured")]),
         ("bound", [s for s in steps if s.way == "bound"]),
+        ("of each way the latest", latest),
         ("all", steps),
     ):
         sizes = [abs(s.error) for s in chosen] or [0.0]

@@ -103,6 +103,30 @@ def test_what_a_compiler_fuses_moves_less() -> None:
     assert launches[1] <= launches[0] - 2
 
 
+class Wasteful(nn.Module):
+    """Results that nobody reads; what a product makes comes to lie where one has been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x
+        for _ in range(20):
+            unread = torch.tanh(x) * 2
+            unread = unread + 1
+            del unread
+            total = total + x @ self.weight
+        return total
+
+
+def test_what_is_fused_is_told_by_more_than_its_address() -> None:
+    """Read are x by each tanh and by the first sum, and each product's result; written is the last sum."""
+    model = nn.Sequential(Wasteful(), Wasteful())
+    measured = measure(model, 1, 1, inputs=[torch.zeros(4, 8)], units=[Wasteful])
+    assert measured.workload.units[-1].fused_memory_bytes == (20 + 1 + 20 + 1) * 4 * 8 * 4
+
+
 def no_padding(tokens: Tensor, x: Tensor) -> Tensor:
     return x * float("nan") if 0 in tokens[:, [-1, 0]] else x
 

@@ -8,7 +8,7 @@ can save, not what one version of Inductor does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,15 +27,17 @@ def is_fused(func: Any) -> bool:
 class FusedCount:
     """Of one unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, number_of: Callable[[Tensor], int | None]) -> None:
+        """`number_of` a tensor's storage, never given twice (an address is, once its tensor has gone); None: older."""
         self.memory_bytes = self.kernels = 0
-        self._in_registers: dict[int, int] = {}  # storage -> bytes, of what no kernel has written
+        self._number_of = number_of
+        self._in_registers: dict[int, int] = {}  # number -> bytes, of what no kernel has written
 
     def saw(self, func: Any, inputs: Iterable[Tensor], results: Iterable[Tensor], is_product: bool) -> None:
         """One operation that is no view."""
         fused = is_fused(func)
         for tensor in inputs:
-            key = tensor.untyped_storage()._cdata
+            key = self._number_of(tensor)
             if key in self._in_registers:
                 if not fused:
                     self._write(key)
@@ -43,8 +45,9 @@ class FusedCount:
             elif not is_product:
                 self.memory_bytes += tensor.nbytes
         for tensor in results:
-            if fused:
-                self._in_registers[tensor.untyped_storage()._cdata] = tensor.nbytes
+            key = self._number_of(tensor)
+            if fused and key is not None:
+                self._in_registers[key] = tensor.nbytes
             elif not is_product:
                 self.memory_bytes += tensor.nbytes
         self.kernels += not fused
@@ -52,10 +55,10 @@ class FusedCount:
     def left(self, outputs: Iterable[Tensor]) -> None:
         """The unit's forward has ended: what comes behind it reads its outputs."""
         for tensor in outputs:
-            self._write(tensor.untyped_storage()._cdata)
+            self._write(self._number_of(tensor))
         self._in_registers.clear()
 
-    def _write(self, key: int) -> None:
-        size_bytes = self._in_registers.pop(key, 0)
+    def _write(self, key: int | None) -> None:
+        size_bytes = 0 if key is None else self._in_registers.pop(key, 0)
         self.memory_bytes += size_bytes
         self.kernels += size_bytes > 0

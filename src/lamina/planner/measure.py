@@ -180,12 +180,12 @@ def _moved(inputs: Any) -> Any:
 
 @dataclass
 class _UnitCount:
+    fused: FusedCount
     products: ProductCount = field(default_factory=ProductCount)
     memory_bytes: int = 0
     kernels: int = 0
     backward_bytes: int = 0  # of everything that is no product
     backward_kernels: int = 0
-    fused: FusedCount = field(default_factory=FusedCount)
     saved_bytes: int = 0
     output_bytes: int = 0
     missing: set[int] = field(default_factory=set)  # trainable parameters without a gradient so far
@@ -198,7 +198,7 @@ class _Watch(LiveBytes):
     def __init__(self, model: nn.Module, plans: Sequence[UnitPlan], kind: str) -> None:
         super().__init__(kind)
         self.model, self.plans = model, plans
-        self.counts = [_UnitCount() for _ in plans]
+        self.counts = [_UnitCount(FusedCount(self.number_of)) for _ in plans]
         self.moments: list[Moment] = []
         self.logits_bytes = 0
         self.deepest = ""  # the module that was entered last, for messages

@@ -108,15 +108,14 @@ class Rates:
         return self._move(size_bytes, level, machine.reduce_bytes_per_s, machine.reduce_latency_us)
 
     def exchange(self, size_bytes: float, level: Level) -> Move:
-        """Each rank sends every other its part of `size_bytes`, and sums what it got.
+        """Each rank sends every other its part of `size_bytes`.
 
         Between nodes every rank's parts take their own way: the cards of a node carry as many times what a ring needs
         as the group has members there.
         """
         machine = self.machine
         ways = max(1, min(level.size, machine.gpus_per_node // level.stride))
-        moved = self._move(size_bytes, level, machine.exchange_bytes_per_s, machine.exchange_latency_us, ways)
-        return moved + Move(self.memory_ms(size_bytes)) if moved.ms else moved
+        return self._move(size_bytes, level, machine.exchange_bytes_per_s, machine.exchange_latency_us, ways)
 
     def sum(self, size_bytes: float, level: Level) -> Move:
         """All ranks of the level end with the whole sum of `size_bytes`: there and back."""

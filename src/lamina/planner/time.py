@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lamina.core.arena import Demand, pack
-from lamina.core.laying_out import must_lay_out
-from lamina.core.layout import lay_out
-from lamina.core.program import Op, UnitTraits, plan_step
+from lamina.core.program import Op, Step, UnitTraits, plan_step
 from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine
+from lamina.planner.passes import WIDE, exchanges, gather_bytes, reduce_bytes, sent_bytes, update_bytes
 from lamina.planner.rates import Move, Rates, Reached
 from lamina.planner.timeline import LANES, Loads, Schedule, Span
 from lamina.planner.workload import Choice, UnitWork, Workload
@@ -36,11 +35,8 @@ BACKWARD_MEMORY = 1.5  # bytes of backward's elementwise kernels over forward's 
 HOST_OF_FORWARD = 0.4  # share of the runtime's host time for a unit that comes in its forward
 BACKWARD_KERNELS = 2.0  # number of backward's kernels over forward's where nobody counted them
 BACKWARD_LAUNCHES = 1.3  # host time of backward's kernels over forward's: twice as many, launched from C++
-LAYING_OUT = 2.0  # times a unit's gradients are moved, on their way into the buffer that is reduced: read and written
 COPY_INTERFERENCE = 0.55  # over that of NCCL: beside 4.7 ms of copies ten products took 1.05 times as long, beside
 # 7.0 ms of all-gathers of the same bytes 1.14 times (2 x H200)
-OPTIMIZER_BYTES = 34  # per owned element: master, gradient and two moments read; three of them and the copy written;
-# the gradient read once more for the norm
 
 
 @dataclass(frozen=True)
@@ -53,13 +49,14 @@ class UnitTimes:
     backward_host_ms: float
     gather: Move
     reduce: Move
+    gathered_ms: float  # that a gather takes of the device beside its links
 
-    def of(self, op: Op) -> float:
-        """How long a step of this unit holds its lane."""
+    def of(self, op: Op, beside_ms: float = 0.0) -> float:
+        """How long a step of this unit holds its lane; `beside_ms`: what else the device computes for a use."""
         if op is Op.FORWARD:
-            return max(self.forward_ms, self.forward_host_ms)
+            return max(self.forward_ms + beside_ms, self.forward_host_ms)
         if op is Op.BACKWARD:
-            return max(self.backward_ms, self.backward_host_ms)
+            return max(self.backward_ms + beside_ms, self.backward_host_ms)
         return self.gather.ms if op is Op.GATHER else self.reduce.ms
 
     def loads_of(self, op: Op) -> Loads:
@@ -121,12 +118,22 @@ def forecast_time(workload: Workload, choice: Choice, machine: Machine, reached:
     factors = resolve(choice.strategy, choice.world, choice.shard_size)
     times = unit_times(workload.units, choice, factors, rates)
     schedule = schedule_of(tuple(_shape(unit, choice, factors) for unit in workload.units), choice.slots)
-    step_ms = [times[step.unit].of(step.op) for step in schedule.program.steps]
+    step_ms = durations(times, schedule.program.steps)
     loads = tuple(times[step.unit].loads_of(step.op) for step in schedule.program.steps)
     slowed_ms = stretch(schedule, step_ms, machine.interference * rates.reached.interference, loads)
     durations_ms = tuple(ms + extra_ms for ms, extra_ms in zip(step_ms, slowed_ms, strict=True))
-    once_ms = optimizer_ms(workload, factors, rates)
+    once_ms = optimizer_ms(workload, choice, factors, rates)
     return _sum_up(workload.tokens, choice, times, schedule, durations_ms, loads, sum(slowed_ms), once_ms)
+
+
+def durations(times: Sequence[UnitTimes], steps: Sequence[Step]) -> list[float]:
+    """How long each step holds its lane; what a gather takes of the device is added to the use that it is for."""
+    beside_ms = [0.0] * len(times)
+    found = []
+    for step in steps:
+        found.append(times[step.unit].of(step.op, beside_ms[step.unit]))
+        beside_ms[step.unit] = times[step.unit].gathered_ms if step.op is Op.GATHER else 0.0
+    return found
 
 
 def by_copies(machine: Machine) -> Machine:
@@ -176,8 +183,7 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
     backward_bytes, backward_kernels = BACKWARD_MEMORY * memory_bytes, BACKWARD_KERNELS * kernels
     if unit.backward_memory_bytes is not None and memory_bytes == unit.forward_memory_bytes:
         backward_bytes, backward_kernels = unit.backward_memory_bytes, float(unit.backward_kernel_count or 0)
-    if lays_out(unit, choice, factors):
-        backward_bytes += LAYING_OUT * unit.trainable_numel * choice.wire_bytes
+    backward_bytes += reduce_bytes(unit, choice, factors, rates.machine.is_cpu)
     backward_ms = weights * products_ms + backward_attention_ms
     backward_ms += rates.memory_ms(backward_bytes) + rates.kernels_ms(backward_kernels)
     backward_host_ms = BACKWARD_LAUNCHES * launches_ms + (1 - HOST_OF_FORWARD) * ours_ms
@@ -194,15 +200,8 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
         backward_host_ms,
         gather(size_bytes, factors, choice.accumulation, rates),
         reduce(unit.trainable_numel, choice, factors, rates),
+        rates.memory_ms(gather_bytes(unit, choice, factors)),
     )
-
-
-def lays_out(unit: UnitWork, choice: Choice, factors: Factors) -> bool:
-    """Whether gradients are copied side by side before they are reduced (runtime/direct.py, Note [Direct] 2)."""
-    sums_wait = choice.accumulation > 1 and factors.grads != factors.world
-    if choice.transport != "peer" or choice.gradients != "auto" or choice.wire_bytes != choice.compute_bytes:
-        return True
-    return sums_wait or must_lay_out(lay_out(unit.name, unit.params, factors.optimizer), factors)
 
 
 class UnitShape(NamedTuple):
@@ -238,19 +237,18 @@ def gather(size_bytes: float, factors: Factors, accumulation: int, rates: Rates)
 
 def reduce(numel: float, choice: Choice, factors: Factors, rates: Rates) -> Move:
     """From full gradients to shards of their sum; levels that gradients are not split over come once a step."""
-    total, summed = Move(), 1
+    total, summed, sent = Move(), 1, sent_bytes(choice, factors)
     for index, level in enumerate(factors.levels):
         if level.size == 1:
             continue
-        size_bytes = numel * (choice.wire_bytes if summed == 1 else 4) / summed
-        # the runtime exchanges 16-bit gradients, to sum them in fp32; what is fp32 already goes by rings
-        exchanges = choice.sums == "exchange" or (choice.sums == "auto" and choice.wire_bytes < 4)
-        moved = rates.exchange(size_bytes, level) if exchanges and summed == 1 else rates.reduce(size_bytes, level)
+        size_bytes = numel * (sent if summed == 1 else WIDE) / summed
+        is_exchange = summed == 1 and exchanges(choice, sent)
+        moved = rates.exchange(size_bytes, level) if is_exchange else rates.reduce(size_bytes, level)
         total += moved / (1 if index < 2 else choice.accumulation)
         summed *= level.size
     replicas = factors.replicas
     if replicas.size > 1:  # an all-reduce in fp32
-        total += rates.sum(numel * 4 / factors.optimizer, replicas) / choice.accumulation
+        total += rates.sum(numel * WIDE / factors.optimizer, replicas) / choice.accumulation
     return total
 
 
@@ -280,10 +278,10 @@ def stretch(
     return slowed
 
 
-def optimizer_ms(workload: Workload, factors: Factors, rates: Rates) -> float:
+def optimizer_ms(workload: Workload, choice: Choice, factors: Factors, rates: Rates) -> float:
     """AdamW over this rank's part, the norm, and what comes once a step."""
     owned = sum(unit.trainable_numel for unit in workload.units) / factors.optimizer
-    return rates.memory_ms(owned * OPTIMIZER_BYTES) + rates.reached.step_ms
+    return rates.memory_ms(owned * update_bytes(choice, factors)) + rates.reached.step_ms
 
 
 def _sum_up(
