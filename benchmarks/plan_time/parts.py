@@ -1,6 +1,7 @@
 """What the parts of a step take on one GPU: alone in a burst, alone and sustained, and inside whole steps.
 
     python benchmarks/plan_time/parts.py [--save benchmarks/plan_time/results/parts_NAME.json]    # one GPU, 3 minutes
+    python benchmarks/plan_time/parts.py --only lamina:1b:8192,lamina-compiled:1b:8192            # these steps alone
 
 A planner adds up parts that were timed alone. Where the sum is not the step, this says which part was wrong: products
 and attention at the clock of a burst, of a card that has been busy with the same for a second, and of one that is busy
@@ -333,7 +334,9 @@ def kernels_of(profile: torch.profiler.profile) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--only", default="", metavar="WAY:SIZE:TOKENS,...", help="whole steps and nothing else")
     options = parser.parse_args()
+    only = [word.split(":") for word in options.only.split(",") if word]
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     os.environ.update({k: os.environ.get(k, v) for k, v in defaults.items()})
     torch.cuda.set_device(0)
@@ -341,6 +344,36 @@ def main() -> None:
     clock, begin = Clock(), time.perf_counter()
     facts: dict = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "alone": {}, "steps": []}
     print(facts["card"], facts["torch"])
+    if not only:
+        measure_alone(facts, clock)
+    print(f"-- {time.perf_counter() - begin:.0f} s")
+    for way, size, tokens in [(way, size, int(tokens)) for way, size, tokens in only] or STEPS:
+        torch.cuda.empty_cache()
+        try:
+            row = whole(way, size, tokens, clock)
+        except Exception as problem:  # the others are worth having
+            print(f"{way} {size} {tokens}: {type(problem).__name__}: {str(problem)[:300]}")
+            continue
+        facts["steps"].append(row)
+        print(
+            f"{way} {size} {tokens}: {row['ms']:.2f} ms ({row['early_ms']:.2f} early; {row['mhz']:.0f} MHz "
+            f"{row['watt']:.0f} W {row['why']}), profiled {row['profiled_ms']:.2f}, idle {row['idle_ms']:.2f}, "
+            f"{row['kernels']}"
+        )
+        if options.save is not None:
+            options.save.write_text(json.dumps(facts, indent=1))
+    shown = ("bound", "four eager blocks", "chunked loss")
+    for row in [row for row in facts["steps"] if only or row["way"] in shown]:
+        print(f"most of {row['way']} {row['size']} {row['tokens']} (launches a step, ms):")
+        for name, count, ms in row["names"][:22]:
+            print(f"  {count:6.0f} {ms:8.3f}  {name[:110]}")
+    clock.close()
+    dist.destroy_process_group()
+    print(f"{time.perf_counter() - begin:.0f} s")
+
+
+def measure_alone(facts: dict, clock: Clock) -> None:
+    """Whatever is timed outside of whole steps."""
     print(f"{'alone':<26} {'burst ms':>9} {'ms':>9} {'MHz':>5} {'W':>4}   rate (TFLOP/s or GB/s) burst, sustained")
     for tokens in (8192, 2048):
         for name, call in products(tokens).items():
@@ -363,29 +396,6 @@ def main() -> None:
     target = torch.empty_like(source)
     show(facts, "copy 1 GiB", alone(functools.partial(target.copy_, source), clock), 2 * (1 << 30) / 1e9)
     del source, target
-    print(f"-- {time.perf_counter() - begin:.0f} s")
-    for way, size, tokens in STEPS:
-        torch.cuda.empty_cache()
-        try:
-            row = whole(way, size, tokens, clock)
-        except Exception as problem:  # the others are worth having
-            print(f"{way} {size} {tokens}: {type(problem).__name__}: {str(problem)[:300]}")
-            continue
-        facts["steps"].append(row)
-        print(
-            f"{way} {size} {tokens}: {row['ms']:.2f} ms ({row['early_ms']:.2f} early; {row['mhz']:.0f} MHz "
-            f"{row['watt']:.0f} W {row['why']}), profiled {row['profiled_ms']:.2f}, idle {row['idle_ms']:.2f}, "
-            f"{row['kernels']}"
-        )
-        if options.save is not None:
-            options.save.write_text(json.dumps(facts, indent=1))
-    for row in [row for row in facts["steps"] if row["way"] in ("bound", "four eager blocks", "chunked loss")]:
-        print(f"most of {row['way']} {row['size']} {row['tokens']} (launches a step, ms):")
-        for name, count, ms in row["names"][:22]:
-            print(f"  {count:6.0f} {ms:8.3f}  {name[:110]}")
-    clock.close()
-    dist.destroy_process_group()
-    print(f"{time.perf_counter() - begin:.0f} s")
 
 
 def show(facts: dict, name: str, found: dict[str, float], amount: float) -> None:
