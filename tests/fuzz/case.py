@@ -21,6 +21,7 @@ TRIPLES = {
     2: [(1, 2, 2), (2, 2, 2), (1, 1, 2)],
     3: [(3, 3, 3), (1, 3, 3)],
     4: [(2, 2, 4), (2, 4, 4), (1, 2, 4), (2, 2, 2), (1, 2, 2)],
+    8: [(2, 4, 8), (4, 8, 8), (2, 2, 8), (8, 8, 8), (1, 4, 8), (2, 8, 8), (4, 4, 4)],
 }
 ACTS = ("evaluate", "infer", "edit", "toggle", "load", "fail", "replicas", "scale", "nothing", "nothing")
 OPTIMIZERS = ("amsgrad", "nadam", "adagrad", "rmsprop")  # beside the usual ones
@@ -37,6 +38,13 @@ GRIDS: dict[int, list[Grid]] = {
         ((2, 2), TURNED),
         ((2, 2), ("other", "shard")),
         ((2, 2), ("shard", "other")),
+    ],
+    8: [
+        ((8,), ("shard",)),
+        ((2, 4), BOTH),
+        ((4, 2), BOTH),
+        ((2, 4), ("other", "shard")),
+        ((2, 2, 2), ("replicate", "shard", "other")),
     ],
 }
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -31,48 +32,58 @@ GPU_SEED_S = 12.0  # with communicators of its own
 Row = tuple[int, str, Outcome | None]  # seed, what went wrong ("" if nothing did), what came out
 
 
-def world_of(seed: int) -> int:
-    return 1 + seed % 4
+@dataclass(frozen=True)
+class Way:
+    """How jobs are run."""
+
+    world: int | None  # None: 1 to 4 ranks, by seed
+    device: str = "cpu"
+    until_wrong: bool = False
+
+    def world_of(self, seed: int) -> int:
+        return 1 + seed % 4 if self.world is None else self.world
+
+    def limit_s(self, jobs: int) -> float:
+        return START_S + jobs * (SEED_S if self.device == "cpu" else GPU_SEED_S)
 
 
-def run_seeds(seeds: Sequence[int], until_wrong: bool = False, device: str = "cpu") -> list[Row]:
+def run_seeds(seeds: Sequence[int], way: Way) -> list[Row]:
     """Seed, what went wrong ("" if nothing did), and the outcome; with `until_wrong` not of all."""
     found: list[Row] = []
-    seed_s = SEED_S if device == "cpu" else GPU_SEED_S
-    for world in sorted({world_of(seed) for seed in seeds}):
-        mine = [seed for seed in seeds if world_of(seed) == world]
+    for world in sorted({way.world_of(seed) for seed in seeds}):
+        mine = [seed for seed in seeds if way.world_of(seed) == world]
         try:
-            by_rank = harness.run_ranks(world, play_all, mine, device, timeout=START_S + seed_s * len(mine))
+            by_rank = harness.run_ranks(world, play_all, mine, way.device, timeout=way.limit_s(len(mine)))
         except harness.RankFailure as failure:
-            rows = _one_by_one(mine, until_wrong, device) if len(mine) > 1 else [(mine[0], str(failure), None)]
+            rows = _one_by_one(mine, way) if len(mine) > 1 else [(mine[0], str(failure), None)]
         else:
             rows = [(seed, _wrong([o[n] for o in by_rank]), by_rank[0][n]) for n, seed in enumerate(mine)]
         found += rows
-        if until_wrong and any(problem for _, problem, _ in rows):
+        if way.until_wrong and any(problem for _, problem, _ in rows):
             break
     return found
 
 
-def _one_by_one(seeds: Sequence[int], until_wrong: bool, device: str) -> list[Row]:
+def _one_by_one(seeds: Sequence[int], way: Way) -> list[Row]:
     """Which of these seeds it was that raised, died or hung; it may be none of them alone."""
     found: list[Row] = []
     for seed in seeds:
-        found += run_seeds([seed], device=device)
-        if until_wrong and found[-1][1]:
+        found += run_seeds([seed], way)
+        if way.until_wrong and found[-1][1]:
             return found
     if not any(problem for _, problem, _ in found):
         found[-1] = (seeds[-1], f"wrong after {list(seeds[:-1])}, right alone", found[-1][2])
     return found
 
 
-def _run_here(seeds: Sequence[int], device: str) -> list[Row]:
+def _run_here(seeds: Sequence[int], way: Way) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found: list[Row] = []
     for seed in seeds:
-        if world_of(seed) == 1:
+        if way.world_of(seed) == 1:
             try:
-                (outcome,) = play_all([seed], device)
+                (outcome,) = play_all([seed], way.device)
             except Exception as problem:
                 found.append((seed, f"rank 0: {type(problem).__name__}: {problem}", None))
             else:
@@ -87,8 +98,8 @@ def _wrong(outcomes: Sequence[Outcome]) -> str:
 class Tally:
     """What all jobs came to: one summary of all workers."""
 
-    def __init__(self, shows: bool) -> None:
-        self.shows, self.began, self.features = shows, time.monotonic(), Counter[str]()
+    def __init__(self, shows: bool, way: Way) -> None:
+        self.shows, self.way, self.began, self.features = shows, way, time.monotonic(), Counter[str]()
         self.done: set[int] = set()
         self.wrong: list[int] = []
         self.worst: dict[str, float] = defaultdict(float)
@@ -103,7 +114,7 @@ class Tally:
                 if outcome.rounding:
                     self.worst[kind] = max(self.worst[kind], outcome.rounding)
             if problem or self.shows:
-                print(f"seed {seed}: {problem or 'right'}\n    {case_of(seed, world_of(seed))}", flush=True)
+                print(f"seed {seed}: {problem or 'right'}\n    {case_of(seed, self.way.world_of(seed))}", flush=True)
                 print(f"    {sorted(RandomModel(seed).features)}", flush=True)
             if problem:
                 self.wrong.append(seed)
@@ -118,18 +129,22 @@ class Tally:
             print("not right: --seeds " + ",".join(map(str, sorted(self.wrong))))
 
 
-def _work(seeds: Sequence[int], until_wrong: bool, device: str, told: Connection) -> None:
+def _work(seeds: Sequence[int], way: Way, told: Connection) -> None:
     """A worker: a process with ranks of its own."""
     try:
-        size = BATCH // 4 if until_wrong else BATCH
-        for at in range(0, len(seeds), size):
-            told.send(run_seeds(seeds[at : at + size], until_wrong, device))
+        for some in _batches(seeds, way):
+            told.send(run_seeds(some, way))
     finally:
         told.close()
         harness.shutdown()
 
 
-def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tally, device: str = "cpu") -> None:
+def _batches(seeds: Sequence[int], way: Way) -> list[Sequence[int]]:
+    size = BATCH // 4 if way.until_wrong else BATCH
+    return [seeds[at : at + size] for at in range(0, len(seeds), size)]
+
+
+def run_workers(seeds: Sequence[int], count: int, tally: Tally) -> None:
     """Deal the seeds out to processes; one that dies is named by the first seed that it owes."""
     context = multiprocessing.get_context("spawn")
     owed: dict[Connection, list[int]] = {}
@@ -137,12 +152,12 @@ def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tall
     for n in range(count):
         mine = [seed for place, seed in enumerate(seeds) if place // BATCH % count == n]
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(mine, until_wrong, device, theirs), name=f"worker {n}")
+        process = context.Process(target=_work, args=(mine, tally.way, theirs), name=f"worker {n}")
         process.start()
         theirs.close()
         owed[ours] = mine
         processes.append(process)
-    while owed and not (until_wrong and tally.wrong):
+    while owed and not (tally.way.until_wrong and tally.wrong):
         for ours in wait(list(owed)):
             assert isinstance(ours, Connection)
             try:
@@ -153,7 +168,7 @@ def run_workers(seeds: Sequence[int], count: int, until_wrong: bool, tally: Tall
             else:
                 tally.add(rows)
     for process in processes:
-        if until_wrong:
+        if tally.way.until_wrong:
             process.terminate()
         process.join()
 
@@ -174,20 +189,16 @@ def main() -> None:
     parser.add_argument("--until-wrong", action="store_true", help="end soon after the first seed that is not right")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: float64 jobs; see gpu/cards.py")
     parser.add_argument("--here", action="store_true", help="only jobs of one rank, in this process: for a debugger")
+    parser.add_argument("--world", type=int, choices=[2, 3, 4, 8], default=None, help="ranks of every job")
     options = parser.parse_args()
-    seeds, tally = _seeds_of(options.seeds), Tally(options.show)
+    way = Way(options.world, options.device, options.until_wrong)
+    seeds, tally = _seeds_of(options.seeds), Tally(options.show, way)
     if options.workers > 1 and not options.here:
-        run_workers(seeds, options.workers, options.until_wrong, tally, options.device)
+        run_workers(seeds, options.workers, tally)
     else:
-        size = BATCH // 4 if options.until_wrong else BATCH
-        for at in range(0, len(seeds), size):
-            some = seeds[at : at + size]
-            tally.add(
-                _run_here(some, options.device)
-                if options.here
-                else run_seeds(some, options.until_wrong, options.device)
-            )
-            if options.until_wrong and tally.wrong:
+        for some in _batches(seeds, way):
+            tally.add(_run_here(some, way) if options.here else run_seeds(some, way))
+            if way.until_wrong and tally.wrong:
                 break
     tally.print()
     harness.shutdown()
