@@ -36,6 +36,7 @@ from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, refresh_flat_weights, release_computed_weights
 from lamina.transport.c10d import C10d, Transport
 from lamina.transport.peer import Peers
+from lamina.transport.pulled import Pulls
 from lamina.transport.symmetric import Pushes, SymmetricPeers
 
 DEFAULT_SLOTS = 3
@@ -287,6 +288,7 @@ def build_engine(
         transport = Pushes(mesh.device, peers)
         gatherer = SymmetricGatherer(peers, units, transport, control, lanes)
     else:
+        transport = Pulls(mesh.device, peers, mesh.reduce[0])
         gatherer = PeerGatherer(peers, units, transport, control, lanes)
     reducer = Reducer(transport, control, lanes, slots > 1 and mesh.device.type == "cpu", wire)
     one_sided = peers is not None and all(unit.sharded or unit.plain for unit in units)

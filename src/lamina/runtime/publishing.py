@@ -92,7 +92,7 @@ def open_peers(
         return None
     if mesh.device.type == "cuda":
         return connect_gpus(control, mesh, size_bytes, inbox_bytes(layouts, wire))
-    return connect(control, mesh, size_bytes)
+    return connect(control, mesh, size_bytes, inbox_bytes(layouts, wire))
 
 
 class PeerGatherer(Gatherer):

@@ -31,6 +31,7 @@ from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
 from lamina.transport.c10d import Exchange, Transport, as_bytes
+from lamina.transport.pulled import Pulls
 from lamina.transport.symmetric import Pushes
 
 
@@ -83,7 +84,8 @@ class Reducer:
         self, transport: Transport, control: Control, lanes: Lanes, use_inbox: bool, wire: torch.dtype | None = None
     ) -> None:
         self.transport, self.control, self.lanes = transport, control, lanes
-        self.use_inbox = use_inbox or transport.pushes
+        self._pulls = transport if isinstance(transport, Pulls) else None
+        self.use_inbox = use_inbox or transport.pushes or self._pulls is not None
         self.wire = wire  # dtype in which gradients travel; None: the dtype they are computed in
         self.pending: Pending | None = None
         self.bytes_moved = 0
@@ -122,8 +124,9 @@ class Reducer:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes held for staging, inboxes and intermediate sums."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        """Bytes held for staging, inboxes or outboxes, and intermediate sums."""
+        outboxes_bytes = 0 if self._pulls is None else self._pulls.peers.outboxes_bytes
+        return sum(buffer.nbytes for buffer in self._buffers.values()) + outboxes_bytes
 
     def _bytes(self, role: str, size_bytes: int, device: torch.device) -> Tensor:
         held = self._buffers.get(role)
@@ -302,7 +305,8 @@ class Reducer:
             rows: Rows = (source,)
             if segment.trainable and first is not None:
                 key = (unit.index, number, pending.slot is not None) if stable else None
-                rows = self._exchange(mesh.reduce[first], source, f"inbox {number}", pending.works, key, number)
+                group, tag = mesh.reduce[first], unit.index * len(sources) + number
+                rows = self._exchange(group, source, f"inbox {number}", pending.works, key, number, tag)
             elif segment.trainable and pending.replicated:
                 total, wide = source, gradient_dtype(segment.master)
                 if source.dtype is not wide:
@@ -320,6 +324,7 @@ class Reducer:
         works: list[dist.Work | None],
         key: tuple[int, int, bool] | None = None,
         number: int | None = None,
+        tag: int = 0,
     ) -> Rows:
         """Every member's part for this rank, (numel / members,) each, or their sum.
 
@@ -327,9 +332,14 @@ class Reducer:
             role: of the buffer in which the parts arrive.
             key: the source lies at the same place every time.
             number: of the segment, for which the transport may have an inbox of its own, instead of a buffer.
+            tag: what is exchanged, the same on all ranks.
         """
         self.bytes_moved += source.nbytes
         if self.use_inbox or source.dtype.itemsize == 2:
+            if self._pulls is not None and number is not None and self._pulls.takes(group, number, source.nbytes):
+                work, rows = self._pulls.offer(number, source, tag, key)
+                works.append(work)  # type: ignore[arg-type]
+                return rows
             route = self._inboxes.get(key) if key is not None else None
             if route is None:
                 own = None if number is None else self.transport.inbox(group, number, source.nbytes)

@@ -16,7 +16,7 @@ Note [Epochs]
 
 Note [Memory order]
     A counter is an aligned int64 that numpy reads or writes with one instruction: nobody sees half of a number. Its
-    place among the other accesses is made by `_fence()`, before each write and after each successful wait. x86 keeps
+    place among the other accesses is made by `fence()`, before each write and after each successful wait. x86 keeps
     stores in order, and loads, by itself. ARM does not: there, releasing a lock and then taking one is a full barrier
     (what comes before stays before the release, what follows stays after the acquisition, and a load-acquire never
     passes an earlier store-release). torch's own threads have met at the end of each copy.
@@ -30,16 +30,19 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from lamina.core.control import Control, name_ranks
+from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, round_up
 from lamina.core.mesh import DataMesh
 from lamina.errors import TransportError
 from lamina.transport.shared_memory import OwnRegion, PeerRegion, Ticket
 
 SHORTEST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 1e-3
+TURNS = 2  # outboxes of one segment number
 LIVENESS_CHECK_S = 0.05  # how often a waiting rank looks whether its peers still live
 
 
@@ -48,6 +51,24 @@ class Counter(enum.IntEnum):
 
     ARRIVED = 8
     PUBLISHED = 16
+    OFFERED = 24  # see pulled.py
+
+
+@dataclass(frozen=True)
+class Outbox:
+    """Where in every rank's region what it offers to its peers lies: `TURNS` times a part for each."""
+
+    start_bytes: int
+    exchange_bytes: int  # of the largest exchange
+
+
+def place_outboxes(exchange_bytes: Sequence[int], members: int, start_bytes: int) -> tuple[list[Outbox], int]:
+    """One for each number of a segment, and where the last one ends."""
+    outboxes = []
+    for size_bytes in exchange_bytes:
+        outboxes.append(Outbox(round_up(start_bytes, SEGMENT_ALIGNMENT_BYTES), size_bytes))
+        start_bytes = outboxes[-1].start_bytes + TURNS * (size_bytes // members) * (members - 1)
+    return outboxes, start_bytes
 
 
 class Peers:
@@ -60,22 +81,33 @@ class Peers:
         others: dict[int, PeerRegion],
         place: int,
         global_ranks: Sequence[int],
+        data_bytes: int,
+        outboxes: Sequence[Outbox] = (),
     ) -> None:
         self.control, self.place, self.global_ranks = control, place, global_ranks
         self.size = len(others) + 1
         self.own = own
         self.others = others  # by data rank, in the order of their ranges
-        places = [p for p in range(self.size) if p != place]
-        self._data = {place: own.data} | {p: r.data for p, r in zip(places, others.values(), strict=True)}
+        self.other_places = [p for p in range(self.size) if p != place]
+        self._regions = {place: own.data} | {p: r.data for p, r in zip(self.other_places, others.values(), strict=True)}
+        self.data_bytes, self.outboxes = data_bytes, outboxes
+
+    @property
+    def outboxes_bytes(self) -> int:
+        return len(self.own.data) - self.data_bytes
+
+    def region(self, place: int) -> Tensor:
+        """uint8, all that the member with that place in the group shares; only one's own may be written."""
+        return self._regions[place]
 
     def data(self, place: int) -> Tensor:
-        """uint8, the data of the member with that place in the group; only one's own may be written."""
-        return self._data[place]
+        """uint8, its published range."""
+        return self._regions[place][: self.data_bytes]
 
     def announce(self, counter: Counter, epoch: int) -> None:
         """Everything that this rank read or wrote before happened before its counter says `epoch`."""
         assert epoch >= self.own.counters[counter], "counters only grow"
-        _fence()
+        fence()
         self.own.counters[counter] = epoch
 
     def wait_for(self, counter: Counter, epoch: int) -> None:
@@ -87,7 +119,7 @@ class Peers:
         waiting = EpochWait(self.others, counter, epoch, self.global_ranks)
         if not waiting.is_over():
             self.control.wait(waiting)  # type: ignore[arg-type]
-        _fence()
+        fence()
 
 
 class EpochWait:
@@ -132,17 +164,22 @@ class EpochWait:
                 raise RuntimeError(f"{name_ranks(still)} ended or dropped the model")
 
 
-def connect(control: Control, mesh: DataMesh, data_bytes: int) -> Peers:
-    """Make this rank's region of `data_bytes` and open those of its gather group. Collective over all data ranks.
+def connect(control: Control, mesh: DataMesh, data_bytes: int, exchange_bytes: Sequence[int] = ()) -> Peers:
+    """Make this rank's region and open those of its gather group. Collective over all data ranks.
+
+    Args:
+        data_bytes: of the published range.
+        exchange_bytes: of the largest exchange of gradients, by number of the segment.
 
     Raises:
         TransportError: ranks of a gather group on several hosts, no memory, or no access; on every rank, the same.
     """
     own, problem = None, ""
+    outboxes, size_bytes = place_outboxes(exchange_bytes, mesh.factors.levels[0].size, data_bytes)
     try:
-        own = OwnRegion(data_bytes)
+        own = OwnRegion(size_bytes)
     except OSError as error:
-        problem = f"transport='peer' got no {data_bytes} bytes of shared memory: {error}; type transport='c10d'"
+        problem = f"transport='peer' got no {size_bytes} bytes of shared memory: {error}; type transport='c10d'"
     message = control.agree_on_error(problem or None)
     if message is not None:
         raise TransportError(message)
@@ -164,7 +201,7 @@ def connect(control: Control, mesh: DataMesh, data_bytes: int) -> Peers:
     message = control.agree_on_error(problem or None)
     if message is not None:
         raise TransportError(message)
-    return Peers(control, own, others, level.place(mesh.rank), mesh.global_ranks)
+    return Peers(control, own, others, level.place(mesh.rank), mesh.global_ranks, data_bytes, outboxes)
 
 
 def _check_hosts(tickets: Sequence[Ticket], groups: Sequence[tuple[int, ...]]) -> None:
@@ -191,7 +228,7 @@ def check_epochs(peers: Peers) -> None:
 _lock = threading.Lock()
 
 
-def _fence() -> None:
+def fence() -> None:
     """Note [Memory order]."""
     with _lock:
         pass

@@ -1,0 +1,62 @@
+"""Gradients that peers read from each other's memory: whoever is late or early, sums are of what belongs together."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lamina
+from harness import expect_error, run_ranks
+from lamina.runtime.assemble import RUNTIMES
+from lamina.transport.pulled import Pulls
+
+NUMEL = 6 * 512
+
+
+def transport_of() -> Pulls:
+    torch.manual_seed(0)
+    model = lamina.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), units=["0", "1"], transport="peer")
+    transport = RUNTIMES[model].engine.reducer.transport
+    assert isinstance(transport, Pulls)
+    transport.model = model  # type: ignore[attr-defined]  # it owns the memory
+    return transport
+
+
+def exchange_late_and_early(count: int) -> bool:
+    """Exchanges of which each rank begins and reads some late; every part is what its owner offered in that one."""
+    transport, world, me = transport_of(), dist.get_world_size(), dist.get_rank()
+    control, pauses, right = transport.peers.control, random.Random(me), True
+    source = torch.empty(NUMEL)
+    assert transport.takes(transport.group, 0, source.nbytes) and not transport.takes(transport.group, 0, 1 << 20)
+    sources = [source]
+    for number in range(count):
+        if number % 4 == 3:  # elsewhere, as when a buffer was replaced by a larger one
+            source = torch.empty(NUMEL)
+            sources.append(source)
+        torch.arange(NUMEL, out=source, dtype=torch.float32).add_(1000.0 * number).mul_(me + 1)
+        time.sleep(pauses.choice((0, 0, 2e-3)))
+        work, rows = transport.offer(0, source, tag=number, key="source" if number % 3 else None)
+        control.wait(work)  # type: ignore[arg-type]
+        time.sleep(pauses.choice((0, 0, 2e-3)))
+        own = slice(me * NUMEL // world, (me + 1) * NUMEL // world)
+        whole = torch.arange(NUMEL, dtype=torch.float32).add_(1000.0 * number)[own]
+        right = right and all(torch.equal(row, whole * (rank + 1)) for rank, row in enumerate(rows))
+    return right
+
+
+def test_each_exchange_brings_what_was_offered_in_it() -> None:
+    assert run_ranks(3, exchange_late_and_early, 60) == [True] * 3
+
+
+def reduce_other_units() -> None:
+    transport = transport_of()
+    work, _ = transport.offer(0, torch.zeros(NUMEL), tag=dist.get_rank())
+    transport.peers.control.wait(work)  # type: ignore[arg-type]
+
+
+def test_ranks_that_reduce_other_units_are_named() -> None:
+    expect_error(2, reduce_other_units, error="Disagreement", contains=["reduced the gradients of another unit"])
