@@ -40,11 +40,11 @@ def test_small_requests_share_a_segment() -> None:
     memory = CachingAllocator()
     blocks = [memory.take(MIB // 2) for _ in range(4)]
     assert reserved_mib(memory) == 2
-    memory.take(512)
+    other = memory.take(512)
     assert reserved_mib(memory) == 4
     memory.give(blocks[1])
-    assert memory.take(512).address == MIB // 2  # the smaller of two free blocks
-    assert memory.take(MIB // 2).address == 2 * MIB + 512  # too large for its rest
+    assert memory.take(512).address == blocks[0].address + MIB // 2  # the smaller of two free blocks
+    assert memory.take(MIB // 2).address == other.address + 512  # too large for its rest
 
 
 def test_the_smallest_that_is_large_enough() -> None:
@@ -52,12 +52,21 @@ def test_the_smallest_that_is_large_enough() -> None:
     large, small = memory.take(40 * MIB), memory.take(30 * MIB)
     memory.give(large)
     memory.give(small)
-    assert memory.take(29 * MIB).address == 40 * MIB
-    assert memory.take(30 * MIB).address == 0
+    assert memory.take(29 * MIB).address == small.address
+    assert memory.take(30 * MIB).address == large.address
     assert reserved_mib(memory) == 70
-    assert memory.take(10 * MIB).address == 30 * MIB  # the rest of the first
+    assert memory.take(10 * MIB).address == large.address + 30 * MIB  # the rest of the first
     memory.take(10 * MIB)
     assert reserved_mib(memory) == 80
+
+
+def test_of_equals_the_one_that_was_reserved_last() -> None:
+    """Segments lie from the top down, and the lowest address is taken."""
+    memory = CachingAllocator()
+    blocks = [memory.take(30 * MIB) for _ in range(3)]
+    for block in blocks:
+        memory.give(block)
+    assert memory.take(30 * MIB).address == blocks[2].address == min(block.address for block in blocks)
 
 
 def test_neighbours_are_joined_whatever_the_order() -> None:
@@ -142,7 +151,7 @@ def test_pages_go_back_and_come_again() -> None:
     memory.take(20 * MIB, stream=1)  # 40 MiB go back, 20 are taken
     assert (reserved_mib(memory), memory.retries) == (80, 1)
     again = memory.take(15 * MIB)
-    assert (again.address, reserved_mib(memory)) == (20 * MIB, 100)  # the hole is filled first
+    assert (again.address, reserved_mib(memory)) == (blocks[0].address + 20 * MIB, 100)  # the hole is filled first
     with pytest.raises(DeviceFull):
         memory.take(30 * MIB)
 
