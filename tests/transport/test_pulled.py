@@ -27,7 +27,7 @@ def transport_of() -> Pulls:
 
 
 def exchange_late_and_early(count: int) -> bool:
-    """Exchanges of which each rank begins and reads some late; every part is what its owner offered in that one."""
+    """Exchanges of several sizes of which each rank begins and reads some late; every part is what was offered in it."""
     transport, world, me = transport_of(), dist.get_world_size(), dist.get_rank()
     control, pauses, right = transport.peers.control, random.Random(me), True
     source = torch.empty(NUMEL)
@@ -37,13 +37,15 @@ def exchange_late_and_early(count: int) -> bool:
         if number % 4 == 3:  # elsewhere, as when a buffer was replaced by a larger one
             source = torch.empty(NUMEL)
             sources.append(source)
-        torch.arange(NUMEL, out=source, dtype=torch.float32).add_(1000.0 * number).mul_(me + 1)
+        numel = NUMEL // (1, 4, 2, 1)[number % 4]  # a small one comes while a large one is read
+        torch.arange(numel, out=source[:numel], dtype=torch.float32).add_(1000.0 * number).mul_(me + 1)
         time.sleep(pauses.choice((0, 0, 2e-3)))
-        work, rows = transport.offer(0, source, tag=number, key="source" if number % 3 else None)
+        key = ("source", numel) if number % 3 else None
+        work, rows = transport.offer(0, source[:numel], tag=number, key=key)
         control.wait(work)  # type: ignore[arg-type]
         time.sleep(pauses.choice((0, 0, 2e-3)))
-        own = slice(me * NUMEL // world, (me + 1) * NUMEL // world)
-        whole = torch.arange(NUMEL, dtype=torch.float32).add_(1000.0 * number)[own]
+        own = slice(me * numel // world, (me + 1) * numel // world)
+        whole = torch.arange(numel, dtype=torch.float32).add_(1000.0 * number)[own]
         right = right and all(torch.equal(row, whole * (rank + 1)) for rank, row in enumerate(rows))
     return right
 

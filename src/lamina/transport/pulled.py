@@ -116,6 +116,7 @@ class Pulls(C10d):
     def _part(self, owner: int, reader: int, number: int, turn: int, source: Tensor) -> Tensor:
         """What `owner` offers to `reader` of an exchange like that of `source`."""
         part_bytes = source.nbytes // self.peers.size
-        index = turn * (self.peers.size - 1) + (reader if reader < owner else reader - 1)
-        start = self.peers.outboxes[number].start_bytes + index * part_bytes
+        outbox, others = self.peers.outboxes[number], self.peers.size - 1
+        index = reader if reader < owner else reader - 1
+        start = outbox.start_bytes + turn * others * (outbox.exchange_bytes // self.peers.size) + index * part_bytes
         return self.peers.region(owner)[start : start + part_bytes].view(source.dtype)
