@@ -27,7 +27,7 @@ def transport_of() -> Pulls:
 
 
 def exchange_late_and_early(count: int) -> bool:
-    """Exchanges of several sizes that each rank begins or reads late, some of them: every part is what was offered in it."""
+    """Exchanges of several sizes; each rank begins and reads some late. Every part is what was offered in that one."""
     transport, world, me = transport_of(), dist.get_world_size(), dist.get_rank()
     control, pauses, right = transport.peers.control, random.Random(me), True
     source = torch.empty(NUMEL)
