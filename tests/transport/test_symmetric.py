@@ -68,7 +68,7 @@ def shard_symmetrically(model: nn.Module, strategy: Any, **choices: Any) -> nn.M
         patch.setattr(symmetric_memory, "empty", empty)
         patch.setattr(symmetric_memory, "rendezvous", SharedFiles)
         patch.setattr(api, "open_peers", open_peers)
-        model = lamina.shard(model, strategy, units=UNITS, transport="peer", **choices)
+        model = lamina.shard(model, strategy, **{"units": UNITS, "transport": "peer", **choices})
     model.folders = folder  # type: ignore[assignment]
     engine = RUNTIMES[model].engine
     assert isinstance(engine.gatherer, SymmetricGatherer) and isinstance(engine.reducer.transport, Pushes)

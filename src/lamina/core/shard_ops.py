@@ -257,8 +257,8 @@ def masked_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _alias(source: Shard, spec: ShardSpec) -> Shard:
     if torch.is_inference_mode_enabled():  # an inference tensor would refuse the version counter of its source
         with torch.inference_mode(False):
-            return Shard(source.local, spec)
-    made = Shard(source.local, spec)
+            return source.alias(spec)
+    made = source.alias(spec)
     if source._mixed:
         made._mixed = source._mixed
     return made

@@ -45,9 +45,15 @@ class Reach:
     """Whether anybody can have got hold of the memory of some Shards, and may write there unseen at any time."""
 
     __slots__ = ("is_open",)
+    passes_on = False  # to aliases of the Shard; else these are made of the memory that it opens
 
     def __init__(self) -> None:
         self.is_open = False
+
+    def open(self, local: Tensor) -> Tensor:
+        """What is handed out for the `_local` of a Shard."""
+        self.is_open = True
+        return local
 
 
 class Shard(Tensor):
@@ -89,13 +95,19 @@ class Shard(Tensor):
     @property
     def local(self) -> Tensor:
         """This rank's range: 1D, contiguous, needs no gradient."""
-        if self._reach is not None:
-            self._reach.is_open = True
-        return self._local
+        return self._local if self._reach is None else self._reach.open(self._local)
 
     @local.setter
     def local(self, local: Tensor) -> None:
         self._local = local
+
+    def alias(self, spec: ShardSpec) -> Shard:
+        """Another Shard of the same memory."""
+        if self._reach is None or not self._reach.passes_on:
+            return Shard(self.local, spec)
+        made = Shard(self._local, spec)
+        made._reach = self._reach
+        return made
 
     @property
     def start(self) -> int:

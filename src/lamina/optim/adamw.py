@@ -35,6 +35,7 @@ from lamina.optim.update import (
     Scaling,
     by_own_kernel,
     by_torch,
+    by_torch_in_halves,
     gradient_for,
     is_same_place,
     published_of,
@@ -163,14 +164,19 @@ class AdamW(torch.optim.AdamW):
         for unit, copies in zip(call.units, call.copies, strict=True) if publishes else ():
             if unit.published is not copies:  # `lamina.adopt` has given it other memory
                 publishes, self._norm = False, None
-            elif unit.dirty.value and not unit.dirty.published:
+            elif unit.dirty.value and not unit.dirty.published and not call.halved:
                 publishes = False  # more has changed than this writes
+        if call.halved and publishes:  # all who read have been met
+            publishes = all(master.make_halves(master.lanes.compute) for _, master, _, _ in call.halved)
         group = self.param_groups[call.group]
         is_captured = _is_capturing()
         reads_rate = bool(self._rates) and (is_captured or self._rehearses)
         rate = self._rates[call.group] if reads_rate else group["lr"]
         may_be_own = not is_captured or (call.table is not None and call.table.has_place)
         if not (may_be_own and by_own_kernel(call, group, rate, scaling, publishes)):
+            if call.halved and publishes:
+                by_torch_in_halves(call, group, rate, scaling)
+                return True
             by_torch(call, group, rate, scaling)
             return False
         if is_captured:
@@ -306,7 +312,8 @@ class AdamW(torch.optim.AdamW):
             if home.unit is not None:
                 published = home.unit.published
                 leads, copied_to = home.unit.leads, published[home.places[0].segment].dtype if published else None
-            key = home.group, first.device, first.dtype, leads, copied_to
+            is_halved = home.unit is not None and home.places[0].segment in home.unit.halved
+            key = home.group, first.device, first.dtype, leads, copied_to, is_halved
             call = calls.setdefault(key, Call(home.group, leads))
             for start, end in home.runs(here, over_padding=group["eps"] != 0):
                 _add_range(call, home, start, end, flat=here[start] == FLAT)
@@ -364,10 +371,14 @@ def _add_range(call: Call, home: Home, first: int, end: int, flat: bool) -> None
         if start == stop:
             return
         place = home.places[first]
-        call.params.append(real_of(place.unit.masters[place.segment][start:stop]))
+        moments = {key: moment[start - home.start : stop - home.start] for key, moment in home.moments.items()}
+        if place.segment in place.unit.halved:
+            call.halved.append((len(call.params), place.unit.halved[place.segment], start, stop))
+            call.params.append(moments["exp_avg"])  # replaced before a kernel runs
+        else:
+            call.params.append(real_of(place.unit.masters[place.segment][start:stop]))
         call.grads.append(gradient_for(place.unit.gradients.ranges[place.segment][start:stop], call.params[-1]))
         call.places.append((place.unit, place.segment, start, stop))
-        moments = {key: moment[start - home.start : stop - home.start] for key, moment in home.moments.items()}
     else:
         param = home.params[first]
         if local_of(param).numel() == 0:

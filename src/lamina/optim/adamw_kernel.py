@@ -5,6 +5,8 @@ float64. Here one launch reads every range by a table of addresses, scales gradi
 (clipping, loss scaling) and leaves them as they are: 28 bytes an element in one pass, where scaling apart makes it 36
 in two.
 
+Parameters may also lie in halves (core/halves.py): then the copy is the upper one, and is read, too.
+
 The algorithm is that of Loshchilov and Hutter, "Decoupled weight decay regularization"; products in float32, bias
 corrections in float64.
 """
@@ -23,17 +25,19 @@ from torch import Tensor
 BLOCK = 1024  # elements of one program; of 1024 to 4096 the quickest
 WARPS = 8
 CHUNK_BLOCKS = 256  # of one row of the table; long ranges take several, so that few programs have nothing to do
-# of the table: places of parameter, gradient, both moments and step count; number of elements; place of the copy
+# of the table: places of parameter (or lower half), gradient, both moments and step count; number of elements; place of
+# the copy (or upper half)
 COLUMNS = 7
 ALIGNMENT_BYTES, FLOAT_BYTES = 16, 4
+VECTOR_NUMEL = 4  # what is aligned begins at a multiple of so many elements
 
 
 @triton.jit
 def _adamw(  # type: ignore[no-untyped-def]
-    table, anchor, copies, lr, scale, found_inf, decay, rest1, rest2, log_beta1, low1, log_beta2, low2, eps,
+    table, anchor, copies, lowers, lr, scale, found_inf, decay, rest1, rest2, log_beta1, low1, log_beta2, low2, eps,
     LR_LIES_THERE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, MAXIMIZE: tl.constexpr,
-    PUBLISHES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK_BLOCKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PUBLISHES: tl.constexpr, HALVED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = table + tl.program_id(0) // CHUNK_BLOCKS * COLUMNS
     numel = tl.load(row + 5)
@@ -43,7 +47,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         if HAS_FOUND_INF:
             is_sound = tl.load(found_inf) == 0.0
         if is_sound:
-            params = _place(row, anchor, ALIGNED) + first
+            params = _place(row, lowers if HALVED else anchor, ALIGNED) + first
             grads = _place(row + 1, anchor, ALIGNED) + first
             firsts = _place(row + 2, anchor, ALIGNED) + first
             seconds = _place(row + 3, anchor, ALIGNED) + first
@@ -66,12 +70,12 @@ def _adamw(  # type: ignore[no-untyped-def]
             if first + BLOCK <= numel:  # without a mask, which would keep Triton from reading whole vectors
                 _update(
                     params, grads, firsts, seconds, published, 0, factor, left, rest1, rest2, step_size, shrink, eps,
-                    HAS_SCALE, MAXIMIZE, PUBLISHES, False, BLOCK,
+                    HAS_SCALE, MAXIMIZE, PUBLISHES, HALVED, False, BLOCK,
                 )  # fmt: skip
             else:
                 _update(
                     params, grads, firsts, seconds, published, numel - first, factor, left, rest1, rest2, step_size,
-                    shrink, eps, HAS_SCALE, MAXIMIZE, PUBLISHES, True, BLOCK,
+                    shrink, eps, HAS_SCALE, MAXIMIZE, PUBLISHES, HALVED, True, BLOCK,
                 )  # fmt: skip
 
 
@@ -87,18 +91,23 @@ def _place(cell, anchor, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
     params, grads, firsts, seconds, published, numel, factor, left, rest1, rest2, step_size, shrink, eps,
-    HAS_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr, PUBLISHES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, MAXIMIZE: tl.constexpr, PUBLISHES: tl.constexpr, HALVED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block: its first `numel` elements where MASKED, else all."""
     at = tl.arange(0, BLOCK)
     if MASKED:
         inside = at < numel
         grad = tl.load(grads + at, mask=inside, other=0.0)
-        param = tl.load(params + at, mask=inside, other=0.0)
+        param = tl.load(params + at, mask=inside, other=0)
+        if HALVED:
+            param = _join(tl.load(published + at, mask=inside, other=0.0), param)
         mean = tl.load(firsts + at, mask=inside, other=0.0)
         square = tl.load(seconds + at, mask=inside, other=0.0)
     else:
         grad, param = tl.load(grads + at), tl.load(params + at)
+        if HALVED:
+            param = _join(tl.load(published + at), param)
         mean, square = tl.load(firsts + at), tl.load(seconds + at)
     if HAS_SCALE:
         grad = grad * factor
@@ -107,18 +116,40 @@ def _update(  # type: ignore[no-untyped-def]
     mean = mean + (grad - mean) * rest1
     square = square + (grad * grad - square) * rest2
     param = param * left - step_size * mean / (tl.sqrt(square) * shrink + eps)
+    kept = param  # where the parameter lies, and beside it
+    copy = param
+    if HALVED:
+        bits = _bits(param)
+        kept = bits.to(tl.int16)
+        copy = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif PUBLISHES:
+        copy = param.to(published.dtype.element_ty)
     if MASKED:
         tl.store(firsts + at, mean, mask=inside)
         tl.store(seconds + at, square, mask=inside)
-        tl.store(params + at, param, mask=inside)
+        tl.store(params + at, kept, mask=inside)
         if PUBLISHES:
-            tl.store(published + at, param.to(published.dtype.element_ty), mask=inside)
+            tl.store(published + at, copy, mask=inside)
     else:
         tl.store(firsts + at, mean)
         tl.store(seconds + at, square)
-        tl.store(params + at, param)
+        tl.store(params + at, kept)
         if PUBLISHES:
-            tl.store(published + at, param.to(published.dtype.element_ty))
+            tl.store(published + at, copy)
+
+
+@triton.jit
+def _join(weight, remainder):  # type: ignore[no-untyped-def]
+    """`join` of core/halves.py."""
+    upper = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (upper + remainder.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bits(number):  # type: ignore[no-untyped-def]
+    """Of what is halved: every NaN is the same."""
+    bits = number.to(tl.int32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
 
 
 class Table:
@@ -128,14 +159,21 @@ class Table:
     aligned, and it knows that of arguments, not of addresses that were loaded.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Tensor]], published: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        published: Sequence[Tensor] = (),
+        remainders: Sequence[Tensor] = (),
+    ) -> None:
         """`columns`: parameters, gradients, first and second moments, step counts (0-dim); all float32.
 
-        `published`: copies of the parameters, all of one dtype.
+        `published`: copies of the parameters, all of one dtype. `remainders`: int16, for parameters that lie in halves;
+        the copies are the other ones, and the first column anything of the same lengths.
         """
         self._columns, self.anchor = columns, columns[0][0]
-        self._published = list(published)
+        self._published, self._remainders = list(published), list(remainders)
         self.copies = published[0] if published else self.anchor
+        self.remainders = remainders[0] if remainders else self.anchor
         self._gradients: list[int] = []  # their addresses, which come and go
         self._rows = torch.empty(0)
         self._place: Tensor | None = None  # that the next recorded kernel may read
@@ -171,12 +209,18 @@ class Table:
         rows[:, :4] += self._starts[:, None]
         rows[:, 5] = self._numels
         if self._published:
-            item_bytes = self.copies.itemsize
-            places = torch.tensor([copy.data_ptr() for copy in self._published]) - self.copies.data_ptr()
-            rows[:, 6] = (places // item_bytes)[self._range] + self._starts
-            at = [self.copies.data_ptr(), *places.tolist()]
-            self.is_aligned = self.is_aligned and not any(place % (4 * item_bytes) for place in at)
+            rows[:, 6] = self._distances(self._published)
+        if self._remainders:
+            rows[:, 0] = self._distances(self._remainders)
         return rows
+
+    def _distances(self, tensors: Sequence[Tensor]) -> Tensor:
+        """By row: elements from the first of them."""
+        first, item_bytes = tensors[0].data_ptr(), tensors[0].itemsize
+        places = torch.tensor([tensor.data_ptr() for tensor in tensors]) - first
+        are_aligned = not any(place % (VECTOR_NUMEL * item_bytes) for place in (first, *places.tolist()))
+        self.is_aligned = self.is_aligned and are_aligned
+        return (places // item_bytes)[self._range] + self._starts
 
     def make_place(self) -> None:
         """Memory for the rows of a recorded kernel: not the graph's own, where other kernels write before it."""
@@ -212,6 +256,7 @@ def launch(
 
     `publishes`: write the copies, too.
     """
+    assert publishes or table.remainders is table.anchor, "both halves are written"
     rows = table.rows()
     lr_lies_there = isinstance(lr, Tensor) and lr.device == rows.device and lr.is_cuda
     logs: list[Any] = []
@@ -222,6 +267,7 @@ def launch(
         rows,
         table.anchor,
         table.copies,
+        table.remainders,
         lr if lr_lies_there else float(lr),
         rows if scale is None else scale,
         rows if found_inf is None else found_inf,
@@ -235,6 +281,7 @@ def launch(
         HAS_FOUND_INF=found_inf is not None,
         MAXIMIZE=maximize,
         PUBLISHES=publishes,
+        HALVED=table.remainders is not table.anchor,
         ALIGNED=table.is_aligned,
         BLOCK=BLOCK,
         CHUNK_BLOCKS=CHUNK_BLOCKS,

@@ -79,6 +79,8 @@ class Captured:
         if not torch.cuda.is_available() or not any(runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
             return self.step(*args, **kwargs)
         self.calls += 1
+        if self.calls == 1:
+            _refuse_halves()
         if self.graph is None and self.calls <= EAGER_CALLS:
             return self._run_eagerly(args, kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
@@ -249,6 +251,15 @@ class Captured:
                         f"requires_grad of a parameter of `{unit.name}` was changed after the step was captured: "
                         "capture it anew"
                     )
+
+
+def _refuse_halves() -> None:
+    """Masters come and go between their two forms, at the host's choice."""
+    if any(runtime.precision.halves and runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
+        raise UsageError(
+            "lamina.capture() does not record steps of a model with Precision(halves=True): leave halves out, or the "
+            "capture"
+        )
 
 
 def _own_memory(number: int, leaf: Any) -> Any:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lamina.core.halves import PIECE_NUMEL
 from lamina.optim.places import local_of
 
 if TYPE_CHECKING:
     from lamina.optim.adamw_kernel import Table
+    from lamina.runtime.halved import HalvedMaster
     from lamina.runtime.unit import Unit
 
 
@@ -42,6 +44,9 @@ class Call:
     units: list[Unit] = field(default_factory=list)
     copies: list[list[Tensor]] = field(default_factory=list)  # by unit, its `published` when those above were found
     loose: list[tuple[int, Tensor]] = field(default_factory=list)  # entry, parameter: looked up at every step
+    halved: list[tuple[int, HalvedMaster, int, int]] = field(
+        default_factory=list
+    )  # entry, master, start, stop; all flat ones or none
     table: Table | None = None  # for our own kernel
 
 
@@ -74,24 +79,60 @@ def gradient_for(grad: Tensor, param: Tensor) -> Tensor:
 
 def by_torch(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling) -> None:
     """By torch's kernel."""
-    scale, found_inf, factor = scaling
     for entry, param in call.loose:
         assert param.grad is not None
         call.params[entry] = real_of(local_of(param.detach()))
         call.grads[entry] = gradient_for(local_of(param.grad.detach()), call.params[entry])
-    device = call.params[0].device
-    if factor is not None:
-        torch._foreach_mul_(call.grads, factor.to(device, non_blocking=True))
+    for entry, master, start, stop in call.halved:
+        call.params[entry] = master.make_whole()[start:stop]
+    _scale(call.grads, scaling)
+    _run_torchs(call.params, call.grads, call.moments, call.steps, group, lr, scaling)
+    for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
+        call.params[entry] = call.grads[entry] = call.steps[entry]
+    for entry, _, _, _ in call.halved:  # what is kept is held: see Note [Halved masters] 3
+        call.params[entry] = call.moments["exp_avg"][entry]
+
+
+def by_torch_in_halves(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling) -> None:
+    """By torch's kernel, piece after piece; what peers read is written, too."""
+    _scale(call.grads, scaling)
+    for entry, master, start, stop in call.halved:
+        numel = PIECE_NUMEL.get(call.params[entry].device.type, PIECE_NUMEL["cuda"])
+        for begin in range(start, stop, numel):
+            end = min(begin + numel, stop)
+            here = slice(begin - start, end - start)
+            numbers = master.read(begin, end)
+            moments = {key: [values[entry][here]] for key, values in call.moments.items()}
+            _run_torchs([numbers], [call.grads[entry][here]], moments, [call.steps[entry]], group, lr, scaling)
+            master.write(begin, numbers)
+
+
+def _scale(grads: list[Tensor], scaling: Scaling) -> None:
+    if scaling.factor is not None:
+        torch._foreach_mul_(grads, scaling.factor.to(grads[0].device, non_blocking=True))
+
+
+def _run_torchs(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: dict[str, list[Tensor]],
+    steps: list[Tensor],
+    group: dict[str, Any],
+    lr: float | Tensor,
+    scaling: Scaling,
+) -> None:
+    device = params[0].device
+    scale, found_inf, _ = scaling
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(device, non_blocking=True)
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(
-        call.params,
-        call.grads,
-        call.moments["exp_avg"],
-        call.moments["exp_avg_sq"],
-        call.moments.get("max_exp_avg_sq", []),
-        call.steps,
+        params,
+        grads,
+        moments["exp_avg"],
+        moments["exp_avg_sq"],
+        moments.get("max_exp_avg_sq", []),
+        steps,
         amsgrad=bool(group["amsgrad"]),
         lr=lr,
         beta1=float(beta1),
@@ -102,8 +143,6 @@ def by_torch(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Sca
         grad_scale=None if scale is None else scale.to(device, non_blocking=True),
         found_inf=None if found_inf is None else found_inf.to(device, non_blocking=True),
     )
-    for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
-        call.params[entry] = call.grads[entry] = call.steps[entry]
 
 
 def by_own_kernel(
@@ -118,11 +157,12 @@ def by_own_kernel(
     if device.type != "cuda" or call.loose or group["amsgrad"] or call.params[0].dtype is not torch.float32:
         return False
     kernel = _own_kernel()
-    if kernel is None:
+    if kernel is None or (call.halved and not publishes):
         return False
     if call.table is None:
+        remainders = [master.remainders[start:stop] for _, master, start, stop in call.halved]
         columns = (call.params, call.grads, call.moments["exp_avg"], call.moments["exp_avg_sq"], call.steps)
-        call.table = kernel.Table(columns, call.published)
+        call.table = kernel.Table(columns, call.published, remainders)
     if scale is not None:
         scale = scale.to(device, non_blocking=True).reciprocal()
         factor = scale if factor is None else factor.to(device, non_blocking=True) * scale

@@ -200,6 +200,8 @@ def _put_to_rest(runtime: Runtime) -> None:
     for unit in engine.units:
         engine.residency.empty(unit)
     for unit in engine.units:
+        for master in unit.halved.values():
+            master.make_whole()  # what is published now will not be there
         for slot in unit.slots:
             slot.freed = slot.ready = None  # marks on lanes that are given up
         unit.dirty.mark()
@@ -257,7 +259,7 @@ def _succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers 
     """An engine over the units that there are now, which goes on counting where the last one stopped."""
     old = runtime.engine
     runtime.transport = "c10d" if peers is None else "peer"
-    made = build_engine(units, runtime.mesh, runtime.control, runtime.packing.slots, runtime.precision.wire, peers)
+    made = build_engine(units, runtime.mesh, runtime.control, runtime.packing.slots, runtime.precision, peers)
     made.phases, made.last_forward, made.lockstep.rounds = old.phases, old.last_forward, old.lockstep.rounds
     made.gatherer.bytes_moved, made.reducer.bytes_moved = old.gatherer.bytes_moved, old.reducer.bytes_moved
     made.gradients.follow(old.gradients)

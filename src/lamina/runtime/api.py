@@ -32,7 +32,14 @@ from lamina.runtime.failing import note_of
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import check_sources, materialise_buffers
 from lamina.runtime.newcomers import parameters_beside
-from lamina.runtime.precision import Precision, is_kept, resolve_precision, wide_dtype, wrap_kept_module
+from lamina.runtime.precision import (
+    Precision,
+    check_halves,
+    is_kept,
+    resolve_precision,
+    wide_dtype,
+    wrap_kept_module,
+)
 from lamina.runtime.publishing import are_peers_worth_it, open_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.recorder import check_seed
@@ -102,6 +109,7 @@ def shard(
         control, "arguments", [f"strategy={title}, recompute={recompute}, transport={transport}, start={start}"]
     )
     factors = together(control, lambda: resolve_on(strategy, ranks))
+    together(control, lambda: check_halves(chosen, factors, transport))
     device = _device_of(model, mesh)
     data = build_mesh(factors, ranks, device)
     blueprint = together(control, lambda: _plan(model, data, units, chosen, slots, replicate, ignore, entry_points))
@@ -110,14 +118,14 @@ def shard(
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
     seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
-    peers = _connect(transport, control, data, blueprint, chosen.wire)
+    peers = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen.wire)
     native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
     records += materialise_buffers(model, device, seed)
     move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
-    engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen.wire, peers)
+    engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen, peers)
     _wrap_forwards(model, built, chosen, recompute, compile)
     hooks = {} if native else register_hooks(model, built, engine, chosen)
     for name in entry_points if hooks else ():

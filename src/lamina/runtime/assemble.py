@@ -275,7 +275,7 @@ def build_engine(
     mesh: DataMesh,
     control: Control,
     slots: int,
-    wire: torch.dtype | None,
+    precision: Precision,
     peers: Peers | SymmetricPeers | None,
 ) -> Engine:
     """The engine over these units; `peers` makes gathers one-sided."""
@@ -286,11 +286,11 @@ def build_engine(
         gatherer = Gatherer(transport, control, lanes)
     elif isinstance(peers, SymmetricPeers):
         transport = Pushes(mesh.device, peers)
-        gatherer = SymmetricGatherer(peers, units, transport, control, lanes)
+        gatherer = SymmetricGatherer(peers, units, transport, control, lanes, precision.halves)
     else:
         transport = Pulls(mesh.device, peers, mesh.reduce[0])
-        gatherer = PeerGatherer(peers, units, transport, control, lanes)
-    reducer = Reducer(transport, control, lanes, slots > 1 and mesh.device.type == "cpu", wire)
+        gatherer = PeerGatherer(peers, units, transport, control, lanes, precision.halves)
+    reducer = Reducer(transport, control, lanes, slots > 1 and mesh.device.type == "cpu", precision.wire)
     one_sided = peers is not None and all(unit.sharded or unit.plain for unit in units)
     return Engine(units, control, lanes, gatherer, reducer, max(1, slots - 2), one_sided)
 

@@ -22,7 +22,7 @@ def check(model: nn.Module) -> None:
         unit.window.check()
         unit.check_masters()
     units = [unit for unit in runtime.units if not unit.mesh.replicas.is_trivial]
-    sums = [checksum(master) for unit in units for master in unit.masters]
+    sums = [checksum(master) for unit in units for master in unit.read_masters()]
     if runtime.mesh.world == 1 or not sums:
         return
     names = [f"{unit.name}" for unit in units for _ in unit.masters]

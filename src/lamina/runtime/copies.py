@@ -77,7 +77,7 @@ def revive(model: nn.Module, old: Runtime) -> None:
                 control, old.mesh, [u.layout for u in units], [u.mesh for u in units], old.precision.wire
             )
         arena = place_slots(units, old.packing, old.device)
-        engine = build_engine(units, old.mesh, control, old.packing.slots, old.precision.wire, peers)
+        engine = build_engine(units, old.mesh, control, old.packing.slots, old.precision, peers)
     hooks = register_hooks(model, units, engine, old.precision)
     for name in old.entry_points:
         model.__dict__.pop(name, None)

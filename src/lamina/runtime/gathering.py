@@ -165,7 +165,8 @@ class Gatherer:
             with torch.inference_mode(False), torch.no_grad():
                 for number, segment in enumerate(unit.layout.segments):
                     span = spans(segment, unit.mesh)
-                    self._outer(route, unit, number, unit.published[number], span[1][0], span)
+                    if number not in unit.halved:
+                        self._outer(route, unit, number, unit.published[number], span[1][0], span)
         return self._publishing[unit]
 
     def _outer(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.core.layout import ParamSpec
+from lamina.core.strategy import Factors
 from lamina.errors import UsageError
 
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -34,6 +35,9 @@ class Precision:
         output: dtype of the model's floating outputs; None: as they come.
         wire: dtype in which gradients travel; None: the dtype they are computed in (sums are in the master's dtype).
         master: dtype of what the optimizer updates; wider parameters keep their own.
+        halves: keep each fp32 master as the bf16 weight that peers read and 16 bits more: 2 bytes less an element that
+            this rank owns. Needs `transport="peer"` ("auto" is), and as many ranks for parameters as for optimizer
+            state; on one rank there is nothing to save. See docs/decisions/halves.md.
     """
 
     compute: torch.dtype | None = None
@@ -41,6 +45,7 @@ class Precision:
     output: torch.dtype | None = None
     wire: torch.dtype | None = None
     master: torch.dtype = torch.float32
+    halves: bool = False
 
 
 def resolve_precision(given: str | Precision | None) -> Precision:
@@ -54,6 +59,33 @@ def resolve_precision(given: str | Precision | None) -> Precision:
         f"precision={given!r}: use one of {', '.join(map(repr, SHORT_NAMES))}, or "
         "lamina.Precision(compute=torch.bfloat16)"
     )
+
+
+def check_halves(precision: Precision, factors: Factors, transport: str) -> None:
+    """Refuse what cannot be halved. See runtime/halved.py.
+
+    Raises:
+        UsageError: other dtypes than bf16 and fp32; a strategy or transport under which nobody reads published weights.
+    """
+    if not precision.halves:
+        return
+    if precision.compute is not torch.bfloat16 or precision.master is not torch.float32:
+        raise UsageError(
+            f"Precision(halves=True, compute={precision.compute}, master={precision.master}): the upper half of an "
+            "fp32 number is a bf16 one. Type compute=torch.bfloat16 and master=torch.float32, or leave halves out"
+        )
+    if factors.world == 1:
+        return
+    if transport == "c10d":
+        raise UsageError(
+            "Precision(halves=True) keeps masters beside the weights that peers read, and with transport='c10d' they "
+            "read none: type transport='peer', or leave halves out"
+        )
+    if not factors.shards_parameters or factors.optimizer != factors.params:
+        raise UsageError(
+            f"Precision(halves=True) needs parameters that are split like their optimizer state, not over "
+            f"{factors.params} and {factors.optimizer} ranks: type strategy='zero3' or 'hsdp', or leave halves out"
+        )
 
 
 def spec_of(name: str, param: nn.Parameter, precision: Precision) -> ParamSpec:

@@ -14,6 +14,7 @@ Note [Published]
        (`max_norm`) has met all who read it: their gathers are over before, and publishing has nothing left to cast.
     4. Where parameters are not split (F_p = 1) nothing is gathered but the outer levels, once a step: those units are
        left to `Gatherer`.
+    5. With `Precision(halves=True)` a published range is one half of the masters: see halved.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, UnitLayout, round_up
 from lamina.core.mesh import DataMesh
 from lamina.core.slots import Slot
 from lamina.runtime.gathering import Gatherer, Route
+from lamina.runtime.halved import take_apart
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
@@ -105,6 +107,7 @@ class PeerGatherer(Gatherer):
         transport: Transport,
         control: Control,
         lanes: Lanes,
+        halves: bool = False,
     ) -> None:
         """`transport` moves what is not one-sided: outer levels, and units whose parameters are not split."""
         super().__init__(transport, control, lanes)
@@ -119,6 +122,8 @@ class PeerGatherer(Gatherer):
                     peers.data(peers.place)[start : start + segment.compute_bytes // peers.size].view(segment.compute)
                     for segment, start in zip(unit.layout.segments, starts, strict=True)
                 ]
+                if halves:
+                    take_apart(unit, lanes)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Let peers see what has changed in these units; called by every rank alike, before the first gather."""
@@ -128,16 +133,23 @@ class PeerGatherer(Gatherer):
         changed = self._changed([unit for unit in units if unit.sharded])
         if changed:
             self.peers.wait_for(Counter.ARRIVED, self.epoch)
+            self._halve(changed, self.lanes.compute)
             self._cast(changed)
         self.peers.announce(Counter.PUBLISHED, self.epoch)
 
+    def _halve(self, units: Sequence[Unit], lane: Lane) -> None:
+        """Note [Published] 5; `lane` is running."""
+        for unit in units:
+            for master in unit.halved.values():
+                master.make_halves(lane)
+
     def _cast(self, units: Sequence[Unit]) -> None:
-        """Masters into the published ranges."""
+        """Masters into the published ranges, but for those that are halved."""
         routes = [self._publishing_route(unit) for unit in units]
         alone = [route for route in routes if not route.outer]
+        targets, sources = [t for r in alone for t in r.targets], [s for r in alone for s in r.sources]
         with torch.no_grad():
-            if alone:  # one call for all of them
-                targets, sources = [t for r in alone for t in r.targets], [s for r in alone for s in r.sources]
+            if targets:  # one call for all of them
                 torch._foreach_copy_(targets, sources)
             for route in routes:
                 if route.outer:
@@ -146,7 +158,7 @@ class PeerGatherer(Gatherer):
             unit.dirty.value = False
 
     def _changed(self, units: Sequence[Unit]) -> list[Unit]:
-        here = [unit.dirty.value for unit in units]
+        here = [unit.dirty.value or unit.has_whole_masters for unit in units]
         if units and not all(group.is_trivial for group in units[0].mesh.gather[1:]):
             here = self._anywhere(here)
         return [unit for unit, dirty in zip(units, here, strict=True) if dirty]
@@ -195,9 +207,15 @@ class SymmetricGatherer(PeerGatherer):
     """
 
     def __init__(
-        self, peers: SymmetricPeers, units: Sequence[Unit], transport: Transport, control: Control, lanes: Lanes
+        self,
+        peers: SymmetricPeers,
+        units: Sequence[Unit],
+        transport: Transport,
+        control: Control,
+        lanes: Lanes,
+        halves: bool = False,
     ) -> None:
-        super().__init__(peers, units, transport, control, lanes)
+        super().__init__(peers, units, transport, control, lanes, halves)
         self._late_ready: Mark | None = None
 
     def publish(self, units: Sequence[Unit]) -> None:
@@ -218,8 +236,12 @@ class SymmetricGatherer(PeerGatherer):
     def _publish_on(self, lane: Lane, changed: Sequence[Unit], channel: int) -> None:
         for unit in changed:
             self.await_written(lane, unit)
+            if unit.has_whole_masters:  # written or not, they were made on compute
+                lane.wait(self._opened)
         with lane.running():
-            self._cast([unit for unit in changed if not unit.dirty.published])
+            self._halve(changed, lane)
+            # outer levels are collectives: a rank without elements takes part, too
+            self._cast([unit for unit in changed if not unit.dirty.published or self._publishing_route(unit).outer])
             self.peers.meet(channel)
         for unit in changed:
             unit.dirty.value = False

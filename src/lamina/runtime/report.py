@@ -68,7 +68,7 @@ def report(model: nn.Module) -> Report:
     runtime = runtime_of(model)
     engine = runtime.engine
     memory = {
-        "masters": sum(m.nbytes for unit in runtime.units for m in unit.masters),
+        "masters": sum(map(_master_bytes, runtime.units)),
         "gradients": sum(g.untyped_storage().nbytes() for unit in runtime.units for g in unit.gradients.ranges),
         "slots": runtime.arena.nbytes + (0 if runtime.adopted_arena is None else runtime.adopted_arena.nbytes),
         "published": sum(p.nbytes for unit in runtime.units for p in unit.published),
@@ -86,6 +86,11 @@ def report(model: nn.Module) -> Report:
         engine.reducer.bytes_moved,
         {record.name: record.source for record in runtime.records},
     )
+
+
+def _master_bytes(unit: Unit) -> int:
+    """Of halved ones without the half that is published."""
+    return sum(unit.halved[i].nbytes if i in unit.halved else m.nbytes for i, m in enumerate(unit.masters))
 
 
 def _unit_report(unit: Unit) -> UnitReport:

@@ -35,6 +35,7 @@ from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged, StateError
+from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.outside import listen
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
@@ -88,6 +89,7 @@ class Unit:
         self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
         self.masters: list[Tensor] = []
         self.published: list[Tensor] = []
+        self.halved: dict[int, HalvedMaster] = {}  # by segment, in whose place `masters` holds a husk; see halved.py
         self.gone: frozenset[int] = frozenset()  # positions of parameters that have left the model
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
         self._addresses: list[int] = []  # the same of parameters that are plain
@@ -106,6 +108,16 @@ class Unit:
         return bool(self.overflow) and any(slot.has_weights for slot in self.overflow)
 
     # ---- masters -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_whole_masters(self) -> bool:
+        """Whether some that can be halved are not."""
+        return any(master.whole is not None for master in self.halved.values())
+
+    def read_masters(self) -> list[Tensor]:
+        """As `masters`, values that may not be written to."""
+        halved = self.halved
+        return [halved[i].read(0, halved[i].numel) if i in halved else own for i, own in enumerate(self.masters)]
 
     def adopt_values(self, values: Sequence[Tensor]) -> None:
         """Cut the full values into masters; the user's parameters become `Shard`s, or plain full masters."""
@@ -324,16 +336,18 @@ class Unit:
         """Copy values that were given other memory (`.data =`, no-op casts) back into the masters."""
         index, position = self.mesh.range_index, 0
         with torch.no_grad():
-            for segment, master in zip(self.layout.segments, self.masters, strict=True):
+            for number, (segment, master) in enumerate(zip(self.layout.segments, self.masters, strict=True)):
+                halved = self.halved.get(number)
                 for i, spec in enumerate(segment.params):
                     start, stop = segment.owned(i, index)
                     offset = segment.offset_in_range(i, index)
-                    place = master[offset : offset + stop - start]
-                    param = self.params[position]
-                    place.copy_(local_of(param).reshape(-1))
+                    place, param = master[offset : offset + stop - start], self.params[position]
+                    target = place if halved is None else halved.make_whole()[offset : offset + stop - start]
+                    target.copy_(local_of(param).reshape(-1))
                     self.locals[position] = place
                     if isinstance(param, Shard):
                         param.local = place
+                        param._reach = None if halved is None else HalvedPlace(halved, offset, offset + stop - start)
                         if param.spec.dirty is not self.dirty:  # `.to_empty()` and the like made another shard of it
                             param.spec = self._owned(position, param.spec)
                     else:
