@@ -1,6 +1,8 @@
-"""A Llama-style decoder in plain PyTorch: the model of all rows of this benchmark."""
+"""A Llama-style decoder in plain PyTorch, dense or with experts: the model of all rows of this benchmark."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,16 @@ SIZES = {  # dim, layers, heads, key-value heads, feed-forward, vocabulary
     "1b": (2048, 24, 16, 8, 5632, 32768),
     "3b": (3072, 28, 24, 8, 8192, 32768),
     "8b": (4096, 32, 32, 8, 14336, 128256),
+    "experts": (1000, 4, 5, 1, 1429, 32768),
+    "experts-tiny": (30, 2, 3, 1, 23, 101),
 }
+EXPERTS = {"experts": 64, "experts-tiny": 64}  # in each layer; other sizes are dense
+CHOSEN = 2  # experts of a token
+CAPACITY = 1.25  # places of an expert, over those of an even choice
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):
@@ -45,16 +56,72 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(attended.transpose(1, 2).reshape(batch, length, dim))
         y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.feed_forward(y)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """A feed-forward layer of many experts, of which each token takes `CHOSEN`. Stacked: one product does all.
+
+    The same kernels whatever is chosen, no look at values on the host, and no sum in an order of its own: every expert
+    has as many places, tokens take them in their order, and those that find none left pass by.
+    """
+
+    def __init__(self, dim: int, hidden: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, count, bias=False)
+        self.gate = nn.Parameter(torch.empty(count, hidden, dim))
+        self.up = nn.Parameter(torch.empty(count, hidden, dim))
+        self.down = nn.Parameter(torch.empty(count, dim, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, dim = self.gate.shape[0], x.shape[-1]
+        tokens = x.reshape(-1, dim)
+        weights, chosen = F.softmax(_wide(self.router(tokens)), dim=-1).topk(CHOSEN, dim=-1)
+        capacity = math.ceil(CAPACITY * chosen.numel() / count)
+        places = _places(chosen.flatten(), count, capacity)
+        rows = tokens.unsqueeze(1).expand(-1, CHOSEN, -1).reshape(-1, dim)
+        packed = rows.new_zeros(count * capacity + 1, dim).index_copy(0, places, rows)[:-1].view(count, capacity, dim)
+        inner = F.silu(packed @ self.gate.transpose(1, 2)) * (packed @ self.up.transpose(1, 2))
+        made = F.pad((inner @ self.down.transpose(1, 2)).view(-1, dim), (0, 0, 0, 1))  # who passed by reads zeros
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        return (made[places].view(-1, CHOSEN, dim) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+
+
+def _places(chosen: Tensor, count: int, capacity: int) -> Tensor:
+    """Row of the packed tokens for each choice, (choices,); the row behind all others where none is left."""
+    is_chosen = (chosen.unsqueeze(1) == torch.arange(count, device=chosen.device)).int()
+    earlier = is_chosen.cumsum(0).gather(1, chosen.unsqueeze(1)).squeeze(1) - 1
+    return torch.where(earlier < capacity, chosen * capacity + earlier, count * capacity)
+
+
+class ExpertBlock(Block):
+    """A block with `Experts` in the place of its feed-forward layer."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, count: int) -> None:
+        super().__init__(dim, heads, kv_heads, hidden)
+        del self.gate, self.up, self.down
+        self.experts = Experts(dim, hidden, count)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.experts(x)
 
 
 class Model(nn.Module):
     def __init__(self, size: str) -> None:
         super().__init__()
         dim, layers, heads, kv_heads, hidden, vocabulary = SIZES[size]
+        experts = EXPERTS.get(size)
         self.vocabulary = vocabulary
         self.emb = nn.Embedding(vocabulary, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads, kv_heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, kv_heads, hidden)
+            if experts is None
+            else ExpertBlock(dim, heads, kv_heads, hidden, experts)
+            for _ in range(layers)
+        )
         self.norm = RMSNorm(dim)
         self.head = nn.Linear(dim, vocabulary, bias=False)
         for parameter in self.parameters():
@@ -66,4 +133,4 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return F.cross_entropy(_wide(logits.flatten(0, 1)), targets.flatten())

@@ -192,10 +192,12 @@ def megatron_fsdp(size: str) -> Step:
     return training_step(model, optimizer)
 
 
-def lamina_way(size: str, transport: str = "c10d", captures: bool = False, compiles: bool = False) -> Step:
+def lamina_way(
+    size: str, transport: str = "c10d", captures: bool = False, compiles: bool = False, halves: bool = False
+) -> Step:
     import lamina
 
-    precision = lamina.Precision(compute=torch.bfloat16, keep=())
+    precision = lamina.Precision(compute=torch.bfloat16, keep=(), halves=halves)
     model = lamina.shard(seeded(size), precision=precision, transport=transport, compile=compiles)
     optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4, max_norm=1.0)
 
@@ -307,6 +309,7 @@ BUILDERS: dict[str, Callable[[str], Step]] = {
     "megatron": megatron_fsdp,
     "lamina": lamina_way,
     "lamina-peer": lambda size: lamina_way(size, "peer"),
+    "lamina-peer-halves": lambda size: lamina_way(size, "peer", halves=True),
     "bound-captured": lambda size: bound(size, captures=True),
     "lamina-captured": lambda size: lamina_way(size, captures=True),
     "lamina-peer-captured": lambda size: lamina_way(size, "peer", captures=True),
