@@ -323,7 +323,7 @@ BUILDERS: dict[str, Callable[[str], Step]] = {
 def child(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a card: see tests/gpu/cards.py
     dist.init_process_group("cuda:nccl,cpu:gloo")
     result = measure(options.way, options)
     if dist.get_rank() == 0:

@@ -1,6 +1,9 @@
 """Thousands of small steps while ranks and lanes are held up at random, in debug mode: no wrong number, no hang.
 
-    python benchmarks/soak/run.py [--steps 2000] [--ways zero3-c10d,zero3-peer,hsdp-c10d]
+    python benchmarks/soak/run.py [--steps 2000] [--ways zero3-c10d,zero3-peer,hsdp-c10d] [--device cuda]
+
+On GPUs lanes are stalled, too. Where there are more ranks than cards they share these, if the switches of
+tests/gpu/cards.py are set.
 
 Between steps happens what users do: forwards that evaluate, weights swapped for their moving average and back, a state
 loaded, weights edited, gradients given up, other learning rates, several micro-batches. The same happens to a plain
@@ -36,6 +39,7 @@ COMPARE_EVERY = 50
 TOLERANCE = 1e-10  # of losses and parameters
 ACTIONS = ("evaluate", "average", "swap", "save", "load", "edit", "give up", "rate")
 RANKS = {"zero3": 2, "zero1": 2, "hsdp": 4}
+SHARING = ("NCCL_MULTI_RANK_GPU_ENABLE", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")  # of a card by several ranks
 
 
 class Block(nn.Module):
@@ -135,7 +139,7 @@ def soak(rank: int, world: int, folder: str, way: str, steps: int, device: str) 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     strategy, transport = way.split("-")
@@ -172,6 +176,14 @@ def soak(rank: int, world: int, folder: str, way: str, steps: int, device: str) 
     dist.destroy_process_group()
 
 
+def check_cards(way: str, world: int) -> None:
+    cards = torch.cuda.device_count()
+    missing = [f"{name}=1" for name in SHARING if os.environ.get(name) != "1"]
+    if cards == 0 or (cards < world and missing):
+        cure = f": set {' '.join(missing)} to share them" if cards else ""
+        raise SystemExit(f"{way} needs {world} cards, and there are {cards}{cure}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=2000)
@@ -184,6 +196,8 @@ def main() -> None:
     print(f"{'way':>12} {'ranks':>5} {'steps':>6} {'worst':>8} {'hold-ups a rank':>16} {'s':>7}", flush=True)
     for way in options.ways.split(","):
         world = RANKS[way.split("-")[0]]
+        if options.device == "cuda":
+            check_cards(way, world)
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(soak, (world, folder, way, options.steps, options.device), nprocs=world)
             found = [json.loads(Path(folder, f"result-{rank}").read_text()) for rank in range(world)]

@@ -41,7 +41,7 @@ SCENARIOS: dict[str, tuple[int, Callable[[nn.Module], object]]] = {
 
 
 def train(rank: int, folder: str, scenario: str, transport: str) -> None:
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a card: see cards.py
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).cuda()

@@ -181,6 +181,6 @@ if __name__ == "__main__":  # where pytest is not installed
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     for name in ("zero3", "zero2", "zero1", "ddp"):
         for count in (1, 3):
-            test_equals_one_process(name, count)
+            test_equals_one_process(name, "c10d", count)
             print(name, count, "equal")
     test_two_models_equal_one_process()

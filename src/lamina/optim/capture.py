@@ -255,7 +255,7 @@ class Captured:
 
 def _refuse_halves() -> None:
     """Masters come and go between their two forms, at the host's choice."""
-    if any(runtime.precision.halves and runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
+    if any(unit.halved for runtime in RUNTIMES.values() for unit in runtime.units):
         raise UsageError(
             "lamina.capture() does not record steps of a model with Precision(halves=True): leave halves out, or the "
             "capture"
