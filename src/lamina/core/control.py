@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.core import terminal, watch
+from lamina.core.forked import refuse_in_fork
 from lamina.core.watch_evidence import call_site
 from lamina.core.watch_judge import cure_of, name_ranks
 from lamina.core.watch_sever import disagreement
@@ -33,6 +34,8 @@ from lamina.errors import Disagreement
 __all__ = ["Control", "Flags", "Position", "finish", "name_ranks"]
 
 watch.on_start(terminal.listen)
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 deprecates the latter
 
 PHASES_KEPT = 16
 LAST_WAIT = datetime.timedelta(seconds=1)  # for flags that nobody reads, when the process ends
@@ -101,6 +104,7 @@ class Control:
 
     def begin(self, phase: int, mode: str, kind: str, grad: bool, entry: str) -> None:
         """A phase begins; `grad` as in its key: of a backward, whether gradients are complete after it."""
+        refuse_in_fork()
         if kind == "backward":
             self._is_stepped = grad
         elif self._is_stepped and kind == "forward":
@@ -150,6 +154,7 @@ class Control:
         self.exchanges += 1
         if self.group is None:
             return lambda: [list(values)]
+        refuse_in_fork()
         heading = [zlib.crc32((about or self.about).encode()), len(values)]
 
         def begin(part: Sequence[int]) -> Callable[[], Tensor]:
@@ -173,7 +178,7 @@ class Control:
 
     def _begin_rows(self, mine: Tensor) -> Callable[[], Tensor]:
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
-        work = dist.all_gather_into_tensor(everyone, mine, group=self.group, async_op=True)
+        work = _all_gather(everyone, mine, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             self.wait(work)

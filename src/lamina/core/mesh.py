@@ -11,20 +11,19 @@ import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lamina.core.control import name_ranks
 from lamina.core.door import Door
+from lamina.core.forked import refuse_in_fork
 from lamina.core.groups import Group, GroupMaker
 from lamina.core.shard_losses import Share
 from lamina.core.strategy import Factors, Level, Strategy, resolve
-from lamina.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from lamina.errors import StateError, UsageError
 
 DATA_AXES = ("replicate", "shard")
 Row = TypeVar("Row")
@@ -73,9 +72,12 @@ class DataRanks:
 
 def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     """The ranks of a mesh that share data with this one, and a group to agree over. Collective over these ranks."""
+    refuse_in_fork()
     if not dist.is_initialized():
+        _check_modes()
         return DataRanks((0,), 0, None, None)
     door = Door()
+    door.try_to(_check_modes)
     ranks, shard_size = door.try_to(lambda: _data_ranks(mesh))
     whole_world = len(ranks) == dist.get_world_size()
     if dist.get_backend() != "fake":
@@ -111,10 +113,28 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataM
     )
 
 
+def _check_modes() -> None:
+    """Refuse modes in which no trainable memory can be made, and nothing could be agreed on either."""
+    if torch.is_inference_mode_enabled():
+        raise StateError(
+            "lamina.shard() inside torch.inference_mode(): what is made there cannot be trained; leave it first"
+        )
+    if torch.empty(0).is_meta:
+        raise StateError(
+            "lamina.shard() while the default device is meta: leave `with torch.device('meta'):` first, shard() fills "
+            "what was built in it"
+        )
+
+
 def _data_ranks(mesh: DeviceMesh | None) -> tuple[tuple[int, ...], int | None]:
     """Global ranks of this rank's data world, and the size of the "shard" axis where there are two data axes."""
     if mesh is None:
         return tuple(range(dist.get_world_size())), None
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"mesh={mesh!r}: wanted a torch DeviceMesh; type for example "
+            f"mesh=init_device_mesh('cpu', ({dist.get_world_size()},), mesh_dim_names=('shard',))"
+        )
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         return tuple(mesh.mesh.tolist()), None

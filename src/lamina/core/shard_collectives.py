@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.core.control import finish
+from lamina.core.forked import refuse_in_fork
 from lamina.core.shard_spec import ShardSpec
 
 
@@ -32,6 +33,7 @@ COUNTERS = Counters()
 
 def all_reduce_(value: Tensor, op: dist.ReduceOp.RedOpType, spec: ShardSpec) -> Tensor:
     """Reduce `value` in place over everything that `spec` is spread over. Collective."""
+    refuse_in_fork()
     for group in spec.groups:
         if group.size() > 1:
             COUNTERS.all_reduces += 1
@@ -64,6 +66,7 @@ def gather_flat(local: Tensor, spec: ShardSpec) -> Tensor:
     local = local.detach().contiguous()
     if len(spec.ranges) == 1:
         return local.clone()
+    refuse_in_fork()
     group = spec.groups[0]
     COUNTERS.gathers += 1
     whole = torch.empty(spec.numel, dtype=local.dtype, device=local.device)

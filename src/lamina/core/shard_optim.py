@@ -10,6 +10,7 @@ four, and nothing else is patched.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
@@ -45,6 +46,7 @@ COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag o
 BEFORE_BACKWARDS: list[Callable[[list[Any]], None]] = []  # called with its roots when the outermost backward begins,
 AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
 AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
+_threads_in_backward: set[int] = set()
 _registered = False
 _NEW, _AS_MEANT = -1, -2  # in the place of a number: all of them are to be looked at | none is
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
@@ -194,6 +196,11 @@ for _hook in (_before_step, _after_step):  # what torch.compiler.disable sets, w
 # -- autograd
 
 
+def others_run_backward() -> bool:
+    """Whether a thread other than this one is in `torch.autograd.backward` or `grad`."""
+    return bool(_threads_in_backward - {threading.get_ident()})
+
+
 def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
     """`torch.autograd.grad` or `backward`, with an error where a Shard in `inputs` would silently get nothing.
 
@@ -206,9 +213,12 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
         if inputs is not None:
             outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
             _refuse_unreached(function.__name__, outputs, inputs)
-        is_outermost = accumulates and torch._C._current_graph_task_id() == -1
+        is_first = torch._C._current_graph_task_id() == -1
+        is_outermost = accumulates and is_first
         watch_waiting()
         captures, Captures.now = Captures.now, not accumulates
+        if is_first:
+            _threads_in_backward.add(threading.get_ident())
         try:
             for begin in BEFORE_BACKWARDS if is_outermost else ():
                 begin(_several(args[0] if args else kwargs["tensors"]))
@@ -223,6 +233,8 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
             raise
         finally:
             Captures.now = captures
+            if is_first:
+                _threads_in_backward.discard(threading.get_ident())
 
     return guarded
 
@@ -240,7 +252,7 @@ def _refuse_unreached(function_name: str, outputs: Any, inputs: Any) -> None:
     shards = [value for value in inputs if type(value) is Shard and value.requires_grad]
     if not shards:
         return
-    reached = _nodes_behind(_several(outputs))
+    reached = nodes_behind(_several(outputs))
     for shard in shards:
         if torch.autograd.graph.get_gradient_edge(shard).node not in reached:
             raise ShardOpError(
@@ -250,7 +262,7 @@ def _refuse_unreached(function_name: str, outputs: Any, inputs: Any) -> None:
             )
 
 
-def _nodes_behind(outputs: Iterable[Any]) -> set[Any]:
+def nodes_behind(outputs: Iterable[Any]) -> set[Any]:
     """All nodes of the graph of `outputs`. Kept in a set while compared: a node's Python object is its identity."""
     waiting = []
     for output in outputs:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lamina.core.control import finish
+from lamina.core.forked import refuse_in_fork
 from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
@@ -75,6 +76,8 @@ def clip_grad_norm_(
         StateError: the norm is not finite and `error_if_nonfinite`; names the first parameters to blame.
     """
     order = _order(norm_type)
+    if not isinstance(max_norm, (int, float, Tensor)):
+        raise UsageError(f"clip_grad_norm_(max_norm={max_norm!r}): a number such as 1.0")
     params = _with_gradient(parameters)
     if not params:
         return torch.tensor(0.0)
@@ -128,8 +131,14 @@ def _with_gradient(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Te
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
+    elif not isinstance(parameters, Iterable):
+        raise UsageError(
+            f"clip_grad_norm_() takes a model, a parameter or parameters, not a {type(parameters).__name__}"
+        )
     params = []
     for param in {id(param): param for param in parameters}.values():
+        if not isinstance(param, Tensor):
+            raise UsageError(f"clip_grad_norm_(): {param!r} is among the parameters, and no tensor")
         grad = param.grad
         if grad is None:
             continue
@@ -368,6 +377,7 @@ def _reduced(rows: Tensor, spreads: Sequence[Spread], op: dist.ReduceOp.RedOpTyp
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
+        refuse_in_fork()
         COUNTERS.all_reduces += 1
         finish(dist.all_reduce(values, op=op, group=group, async_op=True), values, "sums the gradients' norm")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UsageError
 from lamina.runtime.agreement import checksum
 from lamina.runtime.assemble import RUNTIMES, Runtime
+from lamina.runtime.failed_backward import close_stale
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -31,6 +32,8 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"this {type(model).__name__} is not sharded: call lamina.shard() on it first, and "
             "pass the module that it returned"
         )
+    if runtime.engine.is_stale():
+        runtime.engine.close_failed()
     return runtime
 
 
@@ -58,11 +61,14 @@ def gathered(target: nn.Module | Tensor | Sequence[Tensor], write: bool = False)
     Raises:
         StateError: values were edited without `write=True`, or differently on different ranks.
     """
+    close_stale()
     if isinstance(target, nn.Module):
         with _module_gathered(target, write):
             yield target
         return
     single = isinstance(target, Tensor)
+    if not isinstance(target, Iterable):
+        raise UsageError(f"gathered() takes a module, a parameter or a list of parameters, not {type(target).__name__}")
     params: list[Tensor] = [target] if single else list(target)  # type: ignore[list-item]
     for param in params:
         if not isinstance(param, Tensor):

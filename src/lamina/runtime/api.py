@@ -14,8 +14,9 @@ from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
 from lamina.core.terminal import note_with
-from lamina.errors import StateError, TransportError, UsageError
+from lamina.errors import TransportError, UsageError
 from lamina.runtime.agreement import check_same_text, check_start_weights, together
+from lamina.runtime.arguments import check_entry_points, check_model, check_names, check_precision
 from lamina.runtime.assemble import (
     RUNTIMES,
     Blueprint,
@@ -32,6 +33,7 @@ from lamina.runtime.failing import note_of
 from lamina.runtime.hooks import add_entry_point
 from lamina.runtime.materialise import check_sources, materialise_buffers
 from lamina.runtime.newcomers import parameters_beside
+from lamina.runtime.overlaps import refuse_overlaps
 from lamina.runtime.precision import (
     Precision,
     check_halves,
@@ -103,7 +105,12 @@ def shard(
     global _count
     _count += 1
     control = Control(ranks.control, ranks.rank, len(ranks.ranks), str(_count))
-    chosen = together(control, lambda: _check_arguments(model, recompute, transport, start, precision, seed))
+    chosen = together(
+        control,
+        lambda: _check_arguments(
+            model, recompute, transport, start, precision, seed, entry_points, replicate, ignore, compile
+        ),
+    )
     title = strategy if isinstance(strategy, str) else str(strategy)
     check_same_text(
         control, "arguments", [f"strategy={title}, recompute={recompute}, transport={transport}, start={start}"]
@@ -158,13 +165,22 @@ def _check_arguments(
     start: str,
     precision: str | Precision | None,
     seed: int | None,
+    entry_points: Sequence[str],
+    replicate: Sequence[str],
+    ignore: Sequence[str],
+    compile: bool,
 ) -> Precision:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"lamina.shard() takes an nn.Module, not a {type(model).__name__}")
-    for module in model.modules():
-        if module in RUNTIMES:
-            what = "this model is" if module is model else f"its {type(module).__name__} is"
-            raise StateError(f"{what} sharded already: call lamina.shard() once, on the outermost module")
+    check_model(model)
+    check_precision(precision)
+    for argument, names, example in (
+        ("entry_points", entry_points, "generate"),
+        ("replicate", replicate, "*.router"),
+        ("ignore", ignore, "*.frozen"),
+    ):
+        check_names(argument, names, example)
+    check_entry_points(model, entry_points)
+    if not isinstance(compile, bool):
+        raise UsageError(f"compile={compile!r}: use True or False")
     check_recompute(recompute)
     if transport not in ("auto", "c10d", "peer"):
         raise UsageError(f"transport={transport!r}: use 'auto', 'c10d' or 'peer'")
@@ -205,13 +221,11 @@ def _plan(
     ignore: Sequence[str],
     entry_points: Sequence[str],
 ) -> Blueprint:
-    for name in entry_points:
-        if not callable(getattr(model, name, None)):
-            raise UsageError(f"entry_points={name!r}: {type(model).__name__} has no such method")
     refuse_scripted(model)
     plans = plan_units(model, units, ignore=ignore, replicate=replicate, entry_points=entry_points)  # type: ignore[arg-type]
     check_sources(model, list(model.named_parameters()))
     blueprint = draw_blueprint(model, plans, data, precision, slots)
+    refuse_overlaps(model)
     if data.world > 1:
         copies = zip(blueprint.layouts, blueprint.plain, strict=True)
         refuse_renorming(model, {spec.name for layout, is_plain in copies if is_plain for spec in layout.params})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ class CopiedHooks:
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedHooks:
         return copied_hooks(self.original, memo)
 
-    def open(self, module: nn.Module, entry: str) -> None:
+    def open(self, module: nn.Module, entry: str, call: FrameType) -> None:
         """The first forward of the copy begins."""
         self._check_root(module)
         revive(module, self.original)
         self.live = RUNTIMES[module].hooks[""]
-        self.live.open(module, entry)
+        self.live.open(module, entry, call)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.live, name)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 from torch.autograd import Variable
@@ -35,7 +36,7 @@ from lamina.runtime.gathering import Gatherer
 from lamina.runtime.gradients import Gradients
 from lamina.runtime.lockstep import Lockstep
 from lamina.runtime.newcomers import Newcomers
-from lamina.runtime.phase import Key, Kind, Phase, Recorded, leaves_out
+from lamina.runtime.phase import Key, Kind, Phase, Recorded, leaves_out, this_call
 from lamina.runtime.programs import Programs
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
@@ -79,14 +80,14 @@ class Engine:
 
     # ---- phases ------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, owner: object, entry: str) -> None:
+    def begin_forward(self, owner: object, entry: str, call: FrameType) -> None:
         """A root forward begins: clear what an earlier step left, drop weights that may be stale."""
         self.close_failed()
         self.last_forward = next(_forwards)
         if self.newcomers is not None:
             self.newcomers.check()
         self._drop_stale()
-        self._open(Key(Kind.FORWARD, torch.is_grad_enabled(), entry, self.resident), owner)
+        self._open(Key(Kind.FORWARD, torch.is_grad_enabled(), entry, self.resident), owner, call)
         self.gatherer.publish(self.units)
 
     def _drop_stale(self) -> None:
@@ -110,17 +111,17 @@ class Engine:
         circumstances = ["defer"] if self.gradients.defer else []
         circumstances += [f"keep {unit.index}" for unit in self.units if unit.kept]  # they are not reduced
         key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, " ".join(circumstances), self.resident)
-        self._open(key, task)
+        self._open(key, task, None)
         self.gradients.begin_phase()
 
-    def _open(self, key: Key, owner: object) -> None:
+    def _open(self, key: Key, owner: object, call: FrameType | None) -> None:
         if self.one_sided:
             key = Key(key.kind, key.grad, key.entry, frozenset())  # what is gathered is each rank's own affair
         self.phases += 1
         recorded = self.programs.find(key)
         mode = "lockstep" if recorded is None else "program"
         self.control.begin(self.phases, mode, key.kind.value, key.grad, key.entry)
-        self.phase = Phase(self.phases, key, recorded, owner)
+        self.phase = Phase(self.phases, key, recorded, owner, call)
         self.gatherer.open()
 
     def end_forward(self) -> None:
@@ -165,9 +166,8 @@ class Engine:
         return self.phase
 
     def is_stale(self) -> bool:
-        """A backward that an error has ended: its phase was never closed, and no graph task is running."""
-        phase = self.phase
-        return phase is not None and phase.key.kind is Kind.BACKWARD and torch._C._current_graph_task_id() == -1
+        """A phase that an error has ended and that was never closed."""
+        return self.phase is not None and self.phase.was_left()
 
     def close_failed(self) -> None:
         """Between steps: close what an error that the user caught has left open."""
@@ -409,7 +409,7 @@ class Engine:
             self.close_failed()
         if self.phase is None:
             self._drop_stale()
-            self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units)
+            self._open(Key(Kind.KEEP, False, ",".join(str(u.index) for u in units), self.resident), units, this_call())
             self.gatherer.publish(self.units)
         phase = self.current()
         for unit in units:
@@ -438,7 +438,7 @@ class Engine:
             return
         if not released:
             return
-        self._open(Key(Kind.KEEP, True, "end", self.resident), units)
+        self._open(Key(Kind.KEEP, True, "end", self.resident), units, this_call())
         phase = self.current()
         rows = self.control.exchange([int(self.gradients.any_of(unit)) for unit in released], "keep")
         for number, unit in enumerate(released):

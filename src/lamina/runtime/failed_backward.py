@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS
+from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS, others_run_backward
 from lamina.runtime.phase import Kind
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def shut_windows() -> None:
     Gradients of whole parameters are what they were before the backward. To those of Shards, what was reduced before
     the error stays added, as torch leaves it.
     """
+    if others_run_backward():
+        return  # it may be theirs that is open: the next forward cleans up
     for engine in list(ENGINES):
         if engine.phase is not None and engine.phase.key.kind is Kind.BACKWARD:
             for unit in engine.units:
@@ -34,6 +36,13 @@ def shut_windows() -> None:
             engine.gradients.restore()
         elif engine.phase is None:
             engine.gradients.restore()
+
+
+def close_stale() -> None:
+    """Local. Close what an error has ended and nobody has closed, before modules are looked at from outside."""
+    for engine in list(ENGINES):
+        if engine.is_stale():
+            engine.close_failed()
 
 
 AFTER_FAILED_BACKWARDS.append(shut_windows)

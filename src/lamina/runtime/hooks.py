@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from lamina.core.slots import Slot
 from lamina.errors import LaminaError, StateError
 from lamina.runtime.engine import Engine
 from lamina.runtime.lookups import reads_weights
+from lamina.runtime.phase import Phase
 from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
@@ -62,6 +64,7 @@ class Frame:
     input_count: int
     error_before: BaseException | None  # being handled by the caller already
     opened: int  # number of the moment
+    phase: Phase | None
 
 
 class ModuleHooks:
@@ -91,7 +94,7 @@ class ModuleHooks:
         module.register_forward_hook(self.after, always_call=True)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.open(module, "forward")
+        self.open(module, "forward", sys._getframe(1))
         args, kwargs = self.take_inputs(args, kwargs)
         return (args, kwargs) if self.compute is not None else None
 
@@ -113,16 +116,20 @@ class ModuleHooks:
         return cast if cast is not output else None
 
     @_outside_modes
-    def open(self, module: nn.Module, entry: str) -> None:
-        """Begin a use of each unit, and the root forward if none is under way."""
+    def open(self, module: nn.Module, entry: str, call: FrameType) -> None:
+        """Begin a use of each unit, and the root forward if none is under way; `call` runs as long as the forward."""
         engine = self.engine
         owns = engine.phase is None or engine.is_stale()
         error = sys.exc_info()[1]
         if owns:
             refuse_transforms(self.title)
-            engine.begin_forward(self, f"{self.title}.{entry}")
+            engine.begin_forward(self, f"{self.title}.{entry}", call)
+        elif engine.phase is not None:
+            engine.phase.refuse_other_threads()
+        while self.frames and self.frames[-1].phase is not engine.phase:
+            self.frames.pop()  # of a forward that ended without a word
         slots: list[Slot | None] = []
-        self.frames.append(Frame(module, owns, slots, [], 0, error, next(_moments)))
+        self.frames.append(Frame(module, owns, slots, [], 0, error, next(_moments), engine.phase))
         try:
             for unit in self.units:
                 slots.append(engine.enter(unit, Op.FORWARD))
@@ -251,7 +258,7 @@ class EntryPoint:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, hooks = self.module(), self.hooks
         assert module is not None
-        hooks.open(module, self.__name__)
+        hooks.open(module, self.__name__, sys._getframe())
         try:
             args, kwargs = hooks.take_inputs(args, kwargs)
             output = getattr(type(module), self.__name__)(module, *args, **kwargs)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from lamina.core import shard_losses
 from lamina.core.control import name_ranks
-from lamina.core.shard_optim import AFTER_BACKWARDS, BEFORE_BACKWARDS
-from lamina.errors import Disagreement
+from lamina.core.shard_optim import AFTER_BACKWARDS, BEFORE_BACKWARDS, nodes_behind, others_run_backward
+from lamina.errors import Disagreement, StateError
 from lamina.runtime.failed_backward import ENGINES
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ def _take(reference: weakref.ref[Unit], position: int, grads: tuple[Tensor | Non
 
 def before_backward(roots: list[Any]) -> None:
     """The outermost backward of this process begins."""
+    if others_run_backward():
+        _refuse_second(roots)
+        return
     for engine in list(ENGINES):
         if engine.gradients.tokens.are_counted:
             engine.gradients.tokens.begin_backward(all(map(is_token_mean, roots)))
@@ -69,6 +72,15 @@ def before_backward(roots: list[Any]) -> None:
             engine.close_failed()
         if engine.phase is None:
             engine.gradients.begin()
+
+
+def _refuse_second(roots: list[Any]) -> None:
+    """A backward beside that of another thread must not lead through a sharded model."""
+    if any(engine in node.metadata for node in nodes_behind(roots) for engine in ENGINES):
+        raise StateError(
+            "a backward of a sharded model begins while another thread is in a backward: let one thread at a time "
+            "train sharded models, on every rank in the same order"
+        )
 
 
 def is_token_mean(root: Any) -> bool:
@@ -85,6 +97,8 @@ def _leads_to_means(node: Any, operations: int) -> bool:
 
 def after_backward() -> None:
     """It has ended without an error."""
+    if others_run_backward():
+        return
     for engine in sorted(ENGINES, key=lambda each: each.control.name):
         gradients = engine.gradients
         if engine.phase is not None:

@@ -8,16 +8,26 @@ agreed on, with gathers moved ahead, is the program from then on.
 from __future__ import annotations
 
 import enum
+import sys
+import threading
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
+
 from lamina.core.program import Op, Step
+from lamina.core.shard_optim import others_run_backward
+from lamina.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lamina.runtime.unit import Unit
     from lamina.runtime.uses import Use
+
+
+this_call = sys._getframe  # of the function that asks
 
 
 class Kind(enum.Enum):
@@ -54,6 +64,7 @@ class Phase:
     key: Key
     recorded: Recorded | None  # None: lockstep
     owner: object  # the module whose forward it is, or the graph task
+    call: FrameType | None = None  # of Python, which runs as long as the phase; None: a backward, whose task does
     cursor: int = 0  # steps before it are issued or passed
     log: list[Step] = field(default_factory=list)  # what lockstep agreed on
     ready: set[int] = field(default_factory=set)  # units whose gradients lie ready for their reduction
@@ -65,6 +76,23 @@ class Phase:
 
     def __post_init__(self) -> None:
         self.steps: tuple[Step, ...] = () if self.recorded is None else self.recorded.steps
+        self.thread = threading.get_ident()
+
+    def was_left(self) -> bool:
+        """An error has ended it, and nobody was told: its call, or its graph task, does not run any more."""
+        if self.call is not None:
+            return _has_ended(self.call)
+        return torch._C._current_graph_task_id() == -1 and not others_run_backward()
+
+    def refuse_other_threads(self) -> None:
+        """A step belongs to one thread: what is gathered and who comes next is known for one at a time."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self.thread != threading.get_ident() if self.call is not None else others_run_backward():
+            raise StateError(
+                f"a forward begins while another thread is in a {self.key.kind.value} of the same sharded model: let "
+                "one thread at a time use it, on every rank in the same order"
+            )
 
     def find(self, op: Op, unit: int) -> int | None:
         """Index of the next such step that is not behind the cursor."""
@@ -73,6 +101,18 @@ class Phase:
             if steps[index].unit == unit and steps[index].op is op:
                 return index
         return None
+
+
+def _has_ended(call: FrameType) -> bool:
+    """Whether a call has returned or raised. torch calls no hook of a forward that Ctrl-C or `sys.exit()` ends.
+
+    Python clears only frames that do not run any more. What is lost are the local variables of one of torch's calls.
+    """
+    try:
+        call.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 def leaves_out(phase: Phase, units: Iterable[Unit]) -> bool:

@@ -230,6 +230,13 @@ class Reducer:
             self._complete(pending)
             self._release(pending.slot)
 
+    def drop_pending(self) -> None:
+        """Forget the reduction that is under way, once it has arrived: the next one uses the same memory."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            for work in pending.works:
+                self.control.wait(work)
+
     def vacate(self) -> None:
         """Free the slot of the reduction that is under way. No collective is issued: see Note [Reduction] 5."""
         pending = self.pending

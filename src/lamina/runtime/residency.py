@@ -115,7 +115,7 @@ class Residency:
 
     def clear(self) -> None:
         """After an error that the user caught: nothing is open, gathered or half reduced any more."""
-        self.reducer.pending = None
+        self.reducer.drop_pending()
         self.reducer.let_go()
         for unit in self.units:
             if unit.windows:

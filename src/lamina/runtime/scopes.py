@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lamina.core.control import finish
+from lamina.core.forked import refuse_in_fork
 from lamina.core.slots import DebugMode
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of, runtimes_with
 from lamina.runtime.assemble import RUNTIMES, Runtime
 from lamina.runtime.outside import TOKEN_MEAN
+from lamina.runtime.tokens import divisor
 from lamina.runtime.unit import Unit
 
 Batch = TypeVar("Batch")
@@ -48,6 +50,8 @@ def keep(target: nn.Module | Tensor | Sequence[nn.Module | Tensor]) -> Iterator[
     Args:
         target: a sharded model, a part of one, a parameter, or a list of these. Whole units are kept.
     """
+    if not isinstance(target, (nn.Module, Tensor, Iterable)):
+        raise UsageError(f"keep() takes modules or parameters, not {type(target).__name__}")
     held = _units_of([target] if isinstance(target, (nn.Module, Tensor)) else list(target))
     for runtime, units in held:
         runtime.engine.keep(units)
@@ -87,9 +91,10 @@ def total(count: Tensor | float) -> Tensor:
 
     With several micro-batches, give it the sum of their counts and pass the result to each `token_mean`.
     """
-    value = torch.as_tensor(count).detach().clone()
+    value = _count(count, "lamina.total").clone()
     runtime = _recent()
     if runtime is not None and runtime.mesh.everyone is not None:
+        refuse_in_fork()
         value = value.to(runtime.device)
         work = torch.distributed.all_reduce(value, group=runtime.mesh.everyone, async_op=True)
         finish(work, value, "sums a count with lamina.total()")
@@ -111,8 +116,14 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
         A scalar that shows the mean over this rank's tokens and whose gradient has the global weight.
     """
     runtime = _recent()
-    count = torch.as_tensor(token_count, device=loss_sum.device).detach()
-    shown = loss_sum.detach() / count.clamp(min=1)
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
+        what = f"shape {tuple(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
+        raise UsageError(
+            f"lamina.token_mean() got {what} as its loss, wanted a scalar tensor: the sum over this rank's tokens "
+            "(F.cross_entropy(..., reduction='sum'))"
+        )
+    count = _count(token_count, "lamina.token_mean").to(loss_sum.device)
+    shown = loss_sum.detach() / divisor(count)
     gradients = None if runtime is None else runtime.engine.gradients
     if gradients is not None and not gradients.contributes:
         count = torch.zeros_like(count)
@@ -120,9 +131,9 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
         gradients.tokens.add(count, gradients.give_up)
         weight: Tensor | float = 1.0
     else:
-        given = None if total is None else torch.as_tensor(total, device=loss_sum.device)
+        given = None if total is None else _count(total, "lamina.token_mean").to(loss_sum.device)
         everything = _sum_over_ranks(runtime, count) if given is None else given
-        weight = (1 if gradients is None else gradients.active_ranks) / everything.to(loss_sum.dtype).clamp(min=1)
+        weight = (1 if gradients is None else gradients.active_ranks) / divisor(everything.to(loss_sum.dtype))
     weighted = loss_sum * weight
     result = weighted - weighted.detach() + shown.to(weighted.dtype)
     node: Any = result.grad_fn
@@ -131,9 +142,19 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
     return result
 
 
+def _count(given: Tensor | float, function: str) -> Tensor:
+    """A number of tokens, or the sum of their weights."""
+    is_number = isinstance(given, (int, float)) or (isinstance(given, Tensor) and not given.is_complex())
+    count = torch.as_tensor(given).detach() if is_number else torch.empty(0)
+    if count.numel() != 1 or (count.device.type == "cpu" and not bool(count >= 0)):
+        raise UsageError(f"{function}() got {given!r} as a count of tokens: wanted one number, 0 or more")
+    return count
+
+
 def _sum_over_ranks(runtime: Runtime | None, count: Tensor) -> Tensor:
     value = count.clone()
     if runtime is not None and runtime.mesh.everyone is not None:
+        refuse_in_fork()
         work = torch.distributed.all_reduce(value, group=runtime.mesh.everyone, async_op=True)
         finish(work, value, "sums tokens in lamina.token_mean()")
     return value
@@ -154,12 +175,16 @@ def even(loader: Iterable[Batch]) -> Iterator[Batch]:
     Raises:
         UsageError: some rank's loader is empty, on every rank.
     """
+    try:
+        iterator = iter(loader)
+    except TypeError:
+        raise UsageError(f"lamina.even() takes a loader of batches, not a {type(loader).__name__}") from None
     runtimes = list(RUNTIMES.values())
     runtime = _recent()
     if runtime is None:
-        yield from loader
+        yield from iterator
         return
-    iterator, batch, started = iter(loader), None, False
+    batch, started = None, False
     try:
         while True:
             item: Any = next(iterator, _OVER)

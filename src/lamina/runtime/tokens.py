@@ -23,6 +23,11 @@ from lamina.runtime.unit_gradients import local_of
 _grad_of = attrgetter("grad")
 
 
+def divisor(count: Tensor) -> Tensor:
+    """What to divide a sum over so many tokens by: 1 where there are none. Sums of weights may be less than that."""
+    return count.masked_fill(count == 0, 1)
+
+
 class Tokens:
     """Those of one model's micro-batches on this rank."""
 
@@ -137,7 +142,7 @@ class Tokens:
         if everyone is not None:
             work = torch.distributed.all_reduce(tokens, group=everyone, async_op=True)
             finish(work, tokens, "sums tokens at the last micro-batch")
-        factor = active_ranks / tokens.to(torch.float64).clamp(min=1)
+        factor = active_ranks / divisor(tokens.to(torch.float64))
         with torch.no_grad():
             for index in complete:
                 self.units[index].gradients.has_squares = False
@@ -156,6 +161,6 @@ class Tokens:
         self.take_fresh()
         if is_last and self._counted is not None:
             for grad in grads:
-                grad.div_(self._counted.to(grad.real.dtype).clamp(min=1))
+                grad.div_(divisor(self._counted.to(grad.real.dtype)))
             self._counted = None
         self._versions = self._versions_now()

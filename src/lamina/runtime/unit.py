@@ -34,7 +34,7 @@ from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
-from lamina.errors import ParameterChanged, StateError
+from lamina.errors import ParameterChanged, StateError, UsageError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.outside import listen
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
@@ -398,7 +398,22 @@ def split_parameter(param: nn.Parameter, dim: int, group: ProcessGroup) -> nn.Pa
         param: this rank's part, of equal shape on all ranks of `group`.
         dim: tensor dim along which the larger tensor is split.
         group: the ranks that hold the parts, in order.
+
+    Raises:
+        StateError: the parameter is sharded already.
+        UsageError: no parameter, no dim of it, or no group that this rank is in.
     """
+    if isinstance(param, Shard):
+        raise StateError(f"lamina.split_parameter() of `{param.name}` after lamina.shard(): say it before")
+    if not isinstance(param, nn.Parameter):
+        raise UsageError(f"lamina.split_parameter() takes an nn.Parameter, not a {type(param).__name__}")
+    if type(dim) is not int or not -param.ndim <= dim < param.ndim:
+        raise UsageError(f"lamina.split_parameter(dim={dim!r}): not a dim of shape {tuple(param.shape)}")
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(
+            f"lamina.split_parameter(group={group!r}): wanted a process group that this rank is in; type for example "
+            'mesh["tensor"].get_group()'
+        )
     shape = list(param.shape)
     dim = dim % len(shape)
     start = shape[dim] * group.rank()

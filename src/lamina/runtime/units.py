@@ -96,6 +96,11 @@ def plan_units(
             raise UnitError(f"units={units!r}: got a string, wanted 'auto' or a list; type units=[{units!r}]")
         openings = [Opening((choice.module,), choice.is_block) for choice in choose_units(graph, dealt, entry_points)]
     else:
+        if isinstance(units, (type, bytes)) or not isinstance(units, Iterable):
+            raise UnitError(
+                f"units={units!r}: got a {type(units).__name__}, wanted 'auto' or a list; type for example "
+                "units=['layers.*'], or units=[Block]"
+            )
         openings = _explicit(graph, units, set(dealt))
         add_source_edges(graph, inside_units(graph, openings), entry_points)
     return deal(graph, openings, dealt, replicated)
@@ -171,6 +176,8 @@ def _explicit(graph: ModuleGraph, items: Sequence[UnitItem], dealt: set[str]) ->
     taken: dict[str, Any] = {}
     for item in items:
         if isinstance(item, (list, tuple)):
+            if not item:
+                raise UnitError("units: an empty list stands in it; remove it")
             groups = [tuple(dict.fromkeys(name for part in item for name in _matches(graph, part, dealt)))]
         else:
             groups = [(name,) for name in _matches(graph, item, dealt)]

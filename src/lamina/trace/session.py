@@ -43,6 +43,8 @@ def trace(path: str | os.PathLike[str], model: nn.Module | None = None, *, ranks
         StateError: no model is sharded, or it is being traced already.
         UsageError: a path without a folder to lie in, an argument that means nothing, several models.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"lamina.trace() takes the name of a .json file, not a {type(path).__name__}")
     file = Path(path)
     if file.suffix != ".json" or not file.absolute().parent.is_dir():
         raise UsageError(f"lamina.trace({str(path)!r}): give the name of a .json file in a folder that exists")
