@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,16 @@ def test_gradients_that_are_sparse() -> None:
 def test_a_loss_that_is_no_tensor() -> None:
     with pytest.raises(UsageError, match="loss= returned float, wanted a tensor"):
         measure(nn.Linear(4, 4), 1, 4, inputs=[torch.zeros(1, 4)], loss=lambda model, inputs: 1.5)  # type: ignore[arg-type, return-value]
+
+
+def test_more_positions_than_the_model_has() -> None:
+    table = nn.Parameter(torch.zeros(4, 8))
+    model = Calls(lambda t, x: x + table[: t.shape[1]].to(x.device), config=SimpleNamespace(max_position_embeddings=4))
+    with pytest.raises(UsageError, match="Its configuration has 4 positions: type --seq 4, or less"):
+        measure(model, 1, 8)
+
+
+def test_a_long_run_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamina.planner.measure.MANY_OPERATIONS", 3)
+    with pytest.warns(UserWarning, match="Calls has run 3 operations without memory, now in `inner`.*shorter --seq"):
+        measure(Calls(lambda t, x: x), 1, 4)

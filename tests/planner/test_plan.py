@@ -73,11 +73,32 @@ def test_every_rung_is_taken_under_some_budget(measures: dict[str | int, Measure
 
 def test_nothing_fits(measures: dict[str | int, Measured]) -> None:
     with pytest.raises(
-        UsageError, match=r"nothing fits a budget of 1.00 GiB: the smallest is .* Type --budget (\d+)GiB"
+        UsageError, match=r"nothing fits a budget of 1.00 GiB: the smallest is .* What may help: .*--budget (\d+)GiB"
     ) as e:
         decide(measures, 4, GIB)
     enough = int(str(e.value).partition("--budget ")[2].partition("GiB")[0])
     assert decide(measures, 4, enough * GIB).taken.fits
+
+
+def test_nothing_fits_names_the_gpus_that_suffice(measures: dict[str | int, Measured]) -> None:
+    budget_bytes = int(decide(measures, 16).rungs[-1].memory.used_bytes)  # of zero3; with recomputation there is room
+    with pytest.raises(UsageError, match=r"--gpus \d+, where zero3 with full recomputation fits") as e:
+        decide(measures, 1, budget_bytes)
+    enough = int(str(e.value).partition("--gpus ")[2].partition(",")[0])
+    assert enough & (enough - 1) == 0 and decide(measures, enough, budget_bytes).taken.fits
+    with pytest.raises(UsageError, match="nothing fits"):
+        decide(measures, enough // 2, budget_bytes)
+
+
+@pytest.mark.parametrize("named, strategy, gpus", [(False, "zero1", 8), (True, "zero3", 8), (False, "zero3", 64)])
+def test_only_what_would_gain_is_named(named: bool, strategy: str, gpus: int) -> None:
+    """Peers gather inside a node, and only what is split; each change brings what a plan with it says."""
+    found = lamina.plan(meta_gpt(2048), gpus, batch=2, seq=256, strategy=strategy)
+    assert any("transport='peer'" in text for text in found.gains) is named
+    share = int(next(text for text in found.gains if "lamina.capture" in text).partition("%")[0]) / 100
+    captured = lamina.plan(meta_gpt(2048), gpus, batch=2, seq=256, strategy=strategy, capture=True)
+    assert captured.taken.time.tokens_per_s / found.taken.time.tokens_per_s - 1 == pytest.approx(share, abs=0.005)
+    assert not any("lamina.capture" in text for text in captured.gains)
 
 
 def test_more_ranks_need_less_memory(measures: dict[str | int, Measured]) -> None:

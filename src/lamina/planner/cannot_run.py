@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 GROUPED = "grouped_mm"  # of transformers: all experts in one product, and no look at who takes which
 # What torch says where a value is read, ...
@@ -18,6 +19,7 @@ VALUES = ("meta tensor", "nonzero", "data-independent", "data-dependent", "to nu
 # ... where a tensor of the model's own making lies elsewhere, ...
 DEVICES = ("is not on the expected device meta", "not compiled with CUDA", "on the same device", "NVIDIA driver")
 SPARSE = ("SparseTensorImpl", "sparse")  # ... and of gradients that are no plain tensors.
+POSITIONS = ("max_position_embeddings", "n_positions")  # in a configuration of transformers
 MOST_SAID = 160  # characters of torch's own words
 
 
@@ -46,6 +48,10 @@ def why(model: nn.Module, place: str, is_backward: bool, problem: Exception, giv
         )
     if is_backward and _says(problem, SPARSE):
         return f"{name} has sparse gradients: {said}. lamina shards dense ones: give its embeddings sparse=False"
+    if (positions := _too_few_positions(model, given)) is not None:
+        return (
+            f"{name} does not run, {said}. Its configuration has {positions} positions: type --seq {positions}, or less"
+        )
     if is_backward:
         return f"the backward of {name} fails: {said}. Its forward runs, so it is its own or its loss's: try one step"
     named = given.items() if isinstance(given, Mapping) else enumerate(given)
@@ -53,6 +59,15 @@ def why(model: nn.Module, place: str, is_backward: bool, problem: Exception, giv
     return (
         f"{name} does not run on the inputs of this plan ({shapes or 'none'}), {said}. A model that takes something "
         "else than tokens is given it in Python: lamina.plan(model, gpus, batch=..., seq=..., inputs={'x': tensor})"
+    )
+
+
+def takes_long(name: str, place: str, count: int) -> str:
+    """A run that goes on, and on."""
+    return (
+        f"{name} has run {count:,} operations without memory, now in `{place}`, and is not done: a loop over "
+        "positions, as models have whose own kernels are not installed? A plan counts such a loop as it is, and asks "
+        "for it once for each kind of recomputation; a shorter --seq takes less"
     )
 
 
@@ -70,6 +85,14 @@ def no_gradient(name: str) -> str:
         f"the loss of {name} depends on none of its parameters: what it returned is detached, or of whole numbers, or "
         "was computed under torch.no_grad(). A step would train nothing; return what has a gradient, or give loss="
     )
+
+
+def _too_few_positions(model: nn.Module, given: Any) -> int | None:
+    """How long the model's configuration says that an input may be, where one is longer."""
+    config = getattr(model, "config", None)
+    known = [n for n in (getattr(config, word, None) for word in POSITIONS) if isinstance(n, int) and n > 0]
+    lengths = [v.shape[-1] for v in tree_leaves(given) if isinstance(v, Tensor) and v.dim() > 1]
+    return known[0] if known and max(lengths, default=0) > known[0] else None
 
 
 def _says(problem: Exception, words: Sequence[str]) -> bool:

@@ -22,6 +22,7 @@ from lamina.planner.workload import Choice
 
 CLOSE = 0.95  # of the fastest rung's tokens a second: near enough to be taken for its simplicity
 MOST_GPUS = 1 << 20
+MOST_DOUBLINGS = 10  # of the GPUs there are, in search of a number that suffices
 RECOMPUTE = ("none", "selective", "full")
 Measures = Callable[[str | int], Measured]  # by recomputation
 
@@ -47,7 +48,6 @@ class Decision:
     rungs: tuple[Rung, ...]  # simplest first
     taken: Rung
     fastest: Rung  # of those that fit
-    gains: tuple[str, ...]  # what would gain most next, the largest first
 
     def why_not(self, rung: Rung) -> str:
         """Why a rung was passed over; empty for the one that was taken."""
@@ -100,10 +100,14 @@ def choose(
                 break
     fitting = [rung for rung in rungs if rung.fits]
     if not fitting:
-        raise UsageError(_nothing_fits(rungs, budget_bytes, machine, measures("full")))
+        last = measures("full")
+        in_chunks = None if chunked is None else chunked("full")
+        shared = replace(template, recompute="full", chunked_loss=in_chunks is not None)
+        more = _more_gpus(in_chunks or last, gpus, machine, shared, budget_bytes)
+        raise UsageError(_nothing_fits(rungs, budget_bytes, machine, last, more))
     fastest = max(fitting, key=lambda rung: rung.time.tokens_per_s)
     taken = next(r for r in fitting if r.time.tokens_per_s >= CLOSE * fastest.time.tokens_per_s)
-    return Decision(tuple(rungs), taken, fastest, _gains(taken))
+    return Decision(tuple(rungs), taken, fastest)
 
 
 def check_gpus(gpus: int) -> None:
@@ -130,7 +134,20 @@ def rung_of(title: str, measured: Measured, choice: Choice, machine: Machine, bu
     return Rung(title, choice, memory, forecast_time(measured.workload, choice, machine))
 
 
-def _nothing_fits(rungs: Sequence[Rung], budget_bytes: int | None, machine: Machine, measured: Measured) -> str:
+def _more_gpus(
+    measured: Measured, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None
+) -> int | None:
+    """Twice as many as there are, or twice that, ...: the first that suffice; None: no number does."""
+    for times in range(1, MOST_DOUBLINGS + 1):
+        choice = replace(template, strategy="zero3", world=gpus << times)
+        if forecast_memory(measured, choice, machine, budget_bytes).fits:
+            return gpus << times
+    return None
+
+
+def _nothing_fits(
+    rungs: Sequence[Rung], budget_bytes: int | None, machine: Machine, measured: Measured, gpus: int | None
+) -> str:
     least = min(rungs, key=lambda rung: rung.memory.used_bytes)
     wanted = least.memory.used_bytes / MARGIN
     size_bytes = least.memory.device_bytes
@@ -138,24 +155,11 @@ def _nothing_fits(rungs: Sequence[Rung], budget_bytes: int | None, machine: Mach
     what = f"a budget of {given}" if budget_bytes is not None else f"{machine.name} ({given})"
     parts = sorted(least.memory.parts().items(), key=lambda item: -item[1])[:2]
     most = ", ".join(f"{name} {gib(size)}" for name, size in parts)
-    smaller = ""
+    ways = [] if gpus is None else [f"--gpus {gpus}, where zero3 with full recomputation fits"]
     if measured.workload.batch > 1:
-        smaller = f"a smaller batch than {measured.workload.batch} and --accumulate, "
+        ways.append(f"a smaller batch than {measured.workload.batch} and --accumulate")
+    ways += ["a shorter --seq", f"GPUs of more memory (--budget {-(-int(wanted) // 2**30)}GiB or more)"]
     return (
         f"nothing fits {what}: the smallest is {least.title}, which needs {gib(wanted)} GiB a GPU (most of it {most}). "
-        f"Type --budget {-(-int(wanted) // 2**30)}GiB or more, {smaller}more --gpus, or a shorter --seq"
+        f"What may help: {'; '.join(ways)}"
     )
-
-
-def _gains(taken: Rung) -> tuple[str, ...]:
-    """What a step waits for or does twice, in ms, the largest first."""
-    time = taken.time
-    fewer = "" if taken.choice.compiled else " compile,"
-    found = [
-        (time.host_ms, f"kernels are launched too slowly: lamina.capture,{fewer} or a larger batch"),
-        (time.exposed_ms, "collectives that nothing hides: a larger batch, or more micro-batches a step"),
-        (time.stretched_ms, "compute slowed by collectives beside it: transport='peer' inside a node"),
-        (time.optimizer_ms, "the optimizer: split over more ranks it takes less"),
-    ]
-    large = sorted((item for item in found if item[0] >= 0.01 * time.total_ms), reverse=True)
-    return tuple(f"{ms:.1f} of {time.total_ms:.1f} ms ({ms / time.total_ms:.0%}): {text}" for ms, text in large)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +42,7 @@ from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.units import UnitPlan, plan_units
 
 _aten: Any = torch.ops.aten
+MANY_OPERATIONS = 100_000  # of a forward and backward; 126 blocks have 30,000
 Loss = Callable[[nn.Module, Mapping[str, Tensor] | Sequence[Tensor]], Tensor]
 
 
@@ -200,7 +202,7 @@ class _Watch(LiveBytes):
         self.model, self.plans = model, plans
         self.counts = [_UnitCount(FusedCount(self.number_of)) for _ in plans]
         self.moments: list[Moment] = []
-        self.logits_bytes = 0
+        self.logits_bytes = self._seen = 0
         self.deepest = ""  # the module that was entered last, for messages
         roots = [i for i, p in enumerate(plans) if "" in p.modules]
         self._open = roots[:1] or [0]
@@ -276,6 +278,9 @@ class _Watch(LiveBytes):
     # ---- counting ----------------------------------------------------------------------------------------------
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any, made: bool) -> None:
+        self._seen += 1
+        if self._seen == MANY_OPERATIONS:
+            warnings.warn(cannot_run.takes_long(type(self.model).__name__, self.place, self._seen), stacklevel=2)
         writes = func._schema.is_mutable and func.overloadpacket not in WRITING_PRODUCTS
         if made and not self._forward and func is _aten.add.Tensor and not torch.is_grad_enabled():
             self.note_sum(args[0], result)  # autograd's own: what runs forward again has gradients on

@@ -17,6 +17,7 @@ from lamina.core.strategy import Strategy
 from lamina.errors import UsageError
 from lamina.planner.choose import Decision, Rung, check_gpus, choose, gib, rung_of
 from lamina.planner.chunked import ChunkedLoss, find_head
+from lamina.planner.gains import gains
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import Loss, check_sizes, measure
 from lamina.planner.measure_data import Measured
@@ -54,6 +55,7 @@ class Plan:
     decision: Decision
     units: tuple[str, ...]  # names, by their number in a step's spans
     numels: tuple[int, ...]  # of their parameters
+    gains: tuple[str, ...]  # what would gain most next, the largest first
 
     @property
     def taken(self) -> Rung:
@@ -96,7 +98,7 @@ class Plan:
             "taken": self.taken.title,
             "arguments": taken,
             "rungs": rows,
-            "gains": list(self.decision.gains),
+            "gains": list(self.gains),
         }
 
     def __str__(self) -> str:
@@ -137,8 +139,8 @@ class Plan:
         lines += [f"  {text}" for text in CAPTURED] if self.taken.choice.captured else []
         if self.taken.choice.chunked_loss:
             lines += [f"  {text}" for text in CHUNKED]
-        if self.decision.gains:
-            lines += ["  what would gain most next:", *(f"    {gain}" for gain in self.decision.gains[:3])]
+        if self.gains:
+            lines += ["  what would gain most next:", *(f"    {gain}" for gain in self.gains[:3])]
         return lines
 
 
@@ -235,14 +237,15 @@ def plan(
         node = where.gpus_per_node if strategy == "hsdp" and gpus > where.gpus_per_node else None
         choice = replace(template, strategy=strategy, world=gpus, recompute=recompute, shard_size=node)
         rung = rung_of(str(strategy), measured(recompute), choice, where, limit)
-        decision = Decision((rung,), rung, rung, ())
+        decision = Decision((rung,), rung, rung)
     model_name = name or type(model).__name__
     choice = decision.taken.choice
     taken = in_chunks(choice.recompute) if choice.chunked_loss else measured(choice.recompute)
     assert taken is not None
     names = tuple(unit.name for unit in taken.workload.units)
     numels = tuple(unit.trainable_numel + unit.frozen_numel for unit in taken.workload.units)
-    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels)
+    gained = gains(decision.taken.time, taken.workload, choice, where)
+    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained)
 
 
 def count_text(numel: int) -> str:

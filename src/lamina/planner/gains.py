@@ -1,0 +1,45 @@
+"""What would make a step faster: each change is forecast like the step itself, and none is named that does nothing.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lamina.core.strategy import resolve
+from lamina.planner.machine import Machine
+from lamina.planner.time import StepTime, forecast_time
+from lamina.planner.workload import Choice, Workload
+
+LEAST = 0.01  # more tokens a second: less is not worth a change
+
+
+def gains(time: StepTime, workload: Workload, choice: Choice, machine: Machine) -> tuple[str, ...]:
+    """Single changes and what each would bring, the largest first."""
+    found = []
+    for words, changed in _changes(time, choice, machine):
+        more = forecast_time(workload, changed, machine).tokens_per_s / time.tokens_per_s - 1
+        if more >= LEAST:
+            found.append((more, f"{more:.0%} more tokens a second: {words}"))
+    return tuple(text for _, text in sorted(found, reverse=True))
+
+
+def _changes(time: StepTime, choice: Choice, machine: Machine) -> Iterator[tuple[str, Choice]]:
+    of = f"of {time.total_ms:.1f} ms"
+    if not choice.compiled and not machine.is_cpu:
+        yield "compiled units (compile=True, --compile)", replace(choice, compiled=True)
+    if not choice.captured and not machine.is_cpu:
+        waits = f"the device waits for the host for {time.host_ms:.1f} {of}"
+        yield f"lamina.capture, or a larger batch; {waits}", replace(choice, captured=True)
+    count = choice.accumulation
+    yield (
+        f"--accumulate {2 * count}, or a larger batch; nothing hides {time.exposed_ms:.1f} {of} of collectives, "
+        f"{time.optimizer_ms:.1f} come once a step",
+        replace(choice, accumulation=2 * count),
+    )
+    shards = resolve(choice.strategy, choice.world, choice.shard_size).params
+    if choice.transport != "peer" and not machine.is_cpu and 1 < shards <= machine.gpus_per_node:
+        slowed = f"collectives slow compute by {time.stretched_ms:.1f} {of}"
+        yield f"transport='peer' (takes memory; run on two GPUs so far); {slowed}", replace(choice, transport="peer")
