@@ -14,6 +14,7 @@ from lamina.planner.time import StepTime, forecast_time
 from lamina.planner.workload import Choice, Workload
 
 LEAST = 0.01  # more tokens a second: less is not worth a change
+MUCH = 1.0  # from here on it is said in times
 
 
 def gains(time: StepTime, workload: Workload, choice: Choice, machine: Machine) -> tuple[str, ...]:
@@ -22,7 +23,8 @@ def gains(time: StepTime, workload: Workload, choice: Choice, machine: Machine) 
     for words, changed in _changes(time, choice, machine):
         more = forecast_time(workload, changed, machine).tokens_per_s / time.tokens_per_s - 1
         if more >= LEAST:
-            found.append((more, f"{more:.0%} more tokens a second: {words}"))
+            much = f"{more:.0%} more" if more < MUCH else f"{1 + more:.1f} times the"
+            found.append((more, f"{much} tokens a second: {words}"))
     return tuple(text for _, text in sorted(found, reverse=True))
 
 
