@@ -87,7 +87,9 @@ SCHEMES = {
     "fp32, narrow wire": _scheme(torch.float64, True, compute=torch.float32, wire=torch.bfloat16),
     "bf16, fp32 masters": Scheme("bf16", torch.float32, NEAR, True),
     "born in bf16": Scheme("bf16", torch.bfloat16, NEAR, True),
+    "bf16, halves": Scheme(lamina.Precision(compute=torch.bfloat16, halves=True), torch.float32, NEAR, True),
 }
+DRAWN_FIRST = tuple(SCHEMES)[:-1]
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def draw_case(seed: int, ranks: int, has_coarse: bool = False) -> Case:
     strategy = draw.choice(names if world == 1 or draw.random() < 0.6 else TRIPLES[world])
     if grid == ((2, 2), TURNED):  # torch numbers a group's ranks in order: all other strategies are refused by name
         strategy = "hsdp"
-    precision = "own" if draw.random() < 0.6 else draw.choice(list(SCHEMES))
+    precision = "own" if draw.random() < 0.6 else draw.choice(DRAWN_FIRST)
     accumulation = draw.choice(["none", "none", "twice", "each", "defer"])
     case = Case(
         seed=seed,
@@ -207,7 +209,17 @@ def _draw_more(case: Case, draw: random.Random) -> Case:
     case = replace(case, peeks=draw.random() < 0.25)
     if draw.random() < 0.3 and case.precision == "own" and not case.hooks:
         case = replace(case, penalty=draw.choice(["before", "behind", "alone"]))
+    if draw.random() < 0.15 and _may_be_halved(case):
+        case = replace(case, precision="bf16, halves", transport="peer", ignores=False, penalty="")
     return case
+
+
+def _may_be_halved(case: Case) -> bool:
+    """Every unit over peers, its parameters split like their optimizer state."""
+    if case.world == 1 or case.grid is not None or case.replicate:
+        return False
+    strategy = case.strategy
+    return strategy == "zero3" or (isinstance(strategy, tuple) and 1 < strategy[0] == strategy[2])
 
 
 def _data_ranks(grid: Grid) -> int:

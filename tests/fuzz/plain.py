@@ -30,6 +30,8 @@ class Plain:
                 if isinstance(module, nn.LayerNorm):
                     _compute_wide(module)
         self.pairs = list(zip(self.masters.parameters(), self.model.parameters(), strict=True))
+        self.halved = {m for m, copy in self.pairs if m.requires_grad and copy.dtype is torch.bfloat16}
+        self.halved = self.halved if self.precision.halves else set()
         self.sizes: dict[Tensor, float] = {}  # by master: norms of this step's gradients, one of each backward, added
 
     def master_dtype(self, param: Tensor) -> torch.dtype:
@@ -48,7 +50,7 @@ class Plain:
         """Give the masters' values to the model that computes."""
         with torch.no_grad():
             for master, copy in self.pairs:
-                copy.copy_(master)
+                copy.copy_(_away_from_zero(master) if master in self.halved else master)
                 copy.requires_grad_(master.requires_grad)
 
     def backward(self, loss: Tensor, share: float) -> None:
@@ -63,6 +65,12 @@ class Plain:
                 master.grad.add_(sent, alpha=share)
                 self.sizes[master] = self.sizes.get(master, 0.0) + share * sent.norm().item()
                 copy.grad = None
+
+
+def _away_from_zero(master: Tensor) -> Tensor:
+    """What is exactly between two numbers of bfloat16, moved to the one that is larger by magnitude."""
+    bits = master.detach().view(torch.int32)
+    return torch.where((bits & 0xFFFF) == 0x8000, bits + 1, bits).view(torch.float32)
 
 
 def _compute_wide(norm: nn.LayerNorm) -> None:
