@@ -92,11 +92,11 @@ def define(source: str) -> Callable[..., Any]:
     return namespace["work"]
 
 
-def launched(source: str, nprocs: int | None, before: str = "") -> Outcome:
-    """In a process of its own: launch the `work` of `source`; ranks run `before` before anything else."""
+def launched(source: str, nprocs: int | None, before: str = "", after: str = "") -> Outcome:
+    """In a process of its own: launch the `work` of `source`; ranks run `before` before anything else, `after` last."""
 
     def start(command: list[str], **how: Any) -> Forked:
-        return Forked([*command[:-1], before + command[-1]], **how)
+        return Forked([*command[:-1], before + command[-1] + after], **how)
 
     printed = io.StringIO()
     result, failure, has_cause = None, None, False

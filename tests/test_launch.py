@@ -377,5 +377,9 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 
 def test_a_result_that_cannot_come_back_is_named() -> None:
-    found = run_alone(launched, "def work():\n    return (i for i in range(3))", 1)
+    """And a rank that has returned, and is on its way out, is ended without a word."""
+    slow_end = "; import time; time.sleep(30)"
+    rank_0_last = "def work():\n    import os, time\n    time.sleep(0.5 * (os.environ['RANK'] == '0'))\n"
+    found = run_alone(launched, rank_0_last + "    return (i for i in range(3))", 2, after=slow_end)
     assert "the result of rank 0, a generator, cannot be sent back" in found.failure
+    assert found.printed == ""

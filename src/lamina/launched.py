@@ -56,14 +56,21 @@ def main(descriptor: int) -> None:
     except KeyboardInterrupt:
         os._exit(130)  # the launcher asked for it; Python's own exit would print a traceback
     except BaseException as error:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(1))  # it may come as soon as the report is read
+        _end_quietly(1)
         report = _failure(error)
+    else:
+        _end_quietly(130)  # another rank may fail while this one takes down what it has
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(pickle.dumps(report))
     if isinstance(report, Failed):
         while True:
             signal.pause()
+
+
+def _end_quietly(code: int) -> None:
+    """End at once when the launcher asks, which may be as soon as the report is read; there is nothing left to say."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
 
 
 def _call(ask: Ask) -> bytes | None:

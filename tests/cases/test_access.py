@@ -278,6 +278,14 @@ def traced() -> None:
     torch.jit.trace(sharded(), batch_of(0, 0))
 
 
+def method_past_the_forward() -> None:
+    lamina.shard(seeded(encoding), units=["blocks.*"]).encode(batch_of(0, 0))
+
+
+def part_of_the_root() -> None:
+    sharded().first(batch_of(0, 0))
+
+
 NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     adapter: ("ParameterChanged", ["blocks.1.adapter.weight", "no unit"]),
     new_head: ("ParameterChanged", ["last.weight", "no unit"]),
@@ -294,6 +302,8 @@ NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     traced: ("StateError", ["Chain", "torch.jit.trace"]),
     clamped_in_forward: ("StateError", ["blocks.0.weight", "in place"]),
     renormed_in_forward: ("StateError", ["blocks.0.table.weight", "max_norm"]),
+    method_past_the_forward: ("ShardOpError", ["first.weight", "entry_points=('encode',)"]),
+    part_of_the_root: ("ShardOpError", ["first.weight", "call the model itself"]),
     one_vector: ("ShardOpError", ["first.weight"]),
     backward_to_parameters: ("ShardOpError", ["first.weight", "p.grad"]),
     hessian: ("StateError", ["keep"]),

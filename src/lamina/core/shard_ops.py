@@ -12,11 +12,13 @@ in-place or `out=` operation writes to Shards only.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lamina.core.shard_losses import checksum_of
 from lamina.core.shard_spec import ShardSpec
@@ -79,6 +81,30 @@ def resolve(func: Any) -> Handler:
 # -- errors
 
 
+def past_the_forward(param: Tensor, frame: FrameType | None) -> str:
+    """What to type where a module is being called that has the parameter, and the forward that gathers it is not.
+
+    Wrappers do so whose methods reach for the module inside them, and scripts that call a part of the model.
+    """
+    owner, outermost, method = None, None, ""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            if owner is None and any(each is param for each in module._parameters.values()):
+                owner = module
+            outermost, method = module, frame.f_code.co_name
+        frame = frame.f_back
+    if owner is None:
+        return ""
+    called = f"`{type(owner).__name__}` was called, and not through the forward of the unit that gathers its weights"
+    if method in dir(nn.Module) or method == "forward":
+        return f"{called}: call the model itself, or use `with lamina.gathered(module):` around it (collective)."
+    return (
+        f"{called}: `{type(outermost).__name__}.{method}` leads past it. If that is the model's own method, type "
+        f"lamina.shard(..., entry_points=({method!r},))."
+    )
+
+
 def shards_in(values: Iterable[Any]) -> Iterable[Shard]:
     for value in values:
         if type(value) is Shard:
@@ -98,11 +124,12 @@ def lead_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard:
 def refuse(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "it needs the whole tensor"
 ) -> NoReturn:
-    spec = lead_of(args, kwargs).spec
-    raise ShardOpError(
-        f"`{op_name(func)}` cannot work on the sharded {spec.describe()}: {why}. Call the module that owns it (inside "
-        "its forward the parameter is whole), or use `with lamina.gathered(p) as full:`, or `p.full()` (collective)."
+    lead = lead_of(args, kwargs)
+    cure = past_the_forward(lead, sys._getframe(1)) or (
+        "Call the module that owns it (inside its forward the parameter is whole), or use `with lamina.gathered(p) as "
+        "full:`, or `p.full()` (collective)."
     )
+    raise ShardOpError(f"`{op_name(func)}` cannot work on the sharded {lead.spec.describe()}: {why}. {cure}")
 
 
 def _mismatch(func: Any, value: Tensor, spec: ShardSpec) -> NoReturn:
