@@ -13,7 +13,7 @@ for the machine file of the card that the row was measured on (`--machine`: what
 Runtimes of then moved more: *more, bytes* an owned element is counted in (clipping by a pass of its own 8, publishing
 behind the update 4), and over peers gradients were laid out. *later* marks rows of which a later runtime has another.
 
-The rows of parts_h200.json are of one GPU (`parts.py`), 3 B among them, of which no value of a machine file was taken.
+The rows of parts*_h200.json are of one GPU (`parts.py`), 3 B among them, of which no value of a machine file was taken.
 No constant is fitted to a row here. `unit_host_ms` of lamina's defaults was set from one row (2048 tokens, marked).
 """
 
@@ -88,9 +88,10 @@ class Step:
     more_bytes: int = 0  # that its runtime moved
 
     @property
-    def what(self) -> tuple[str, int, str, bool]:
+    def what(self) -> tuple[str, int, str, str]:
         """The same in rows of another runtime."""
-        return self.card, self.tokens, self.way, "one GPU" in self.file
+        model = self.file.partition(", ")[2]  # of one GPU
+        return self.card, self.tokens, self.way, model
 
     @property
     def error(self) -> float:
@@ -107,10 +108,10 @@ def module_at(path: Path) -> ModuleType:
 
 def forecast(way: str, measured: Measured, machine: Machine, world: int, before_bytes: int = 0) -> float:
     """ms of a step; `before_bytes`: that the row's runtime moved once a step and today's does not, an owned element."""
-    reached, captured = Reached(), way.endswith("-captured")
+    reached, captured, compiled = Reached(), way.endswith("-captured"), way.endswith("-compiled")
     transport = "peer" if "peer" in way else "c10d"
     # all rows are of runtimes that laid gradients out over peers as well
-    choice = Choice("zero3", world, transport=transport, captured=captured, gradients="laid out")
+    choice = Choice("zero3", world, transport=transport, captured=captured, compiled=compiled, gradients="laid out")
     more_bytes = measured.numel / world * before_bytes
     if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
@@ -147,12 +148,13 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
 
 
 def of_parts(machine: Machine) -> Iterator[Step]:
-    """Steps of one GPU, of 1.27 B and 3 B, once the card is hot."""
-    for row in json.loads((BENCHMARKS / "plan_time" / "results" / "parts_h200.json").read_text())["steps"]:
-        way, size, tokens = row["way"], row["size"], row["tokens"]
-        if way.removesuffix("-captured") in KNOWN:
-            ms = forecast(way, measured_model(size, tokens), machine, 1)
-            yield Step(f"parts_h200, {size}, one GPU", "h200", tokens, way, row["ms"], ms)
+    """Steps of one GPU, of 1.27 B and 3 B, once the card is hot; compiled ones were forecast before they were run."""
+    for name in ("parts_h200", "parts_compiled_h200"):
+        for row in json.loads((BENCHMARKS / "plan_time" / "results" / f"{name}.json").read_text())["steps"]:
+            way, size, tokens = row["way"], row["size"], row["tokens"]
+            if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
+                ms = forecast(way, measured_model(size, tokens), machine, 1)
+                yield Step(f"{name}, {size}, one GPU", "h200", tokens, way, row["ms"], ms)
 
 
 def of_train(machine: Machine) -> Iterator[Step]:
@@ -192,6 +194,7 @@ def report(steps: list[Step]) -> str:
         ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer") and "one GPU" not in s.file]),
         ("one GPU, 1.27 B and 3 B", [s for s in steps if "one GPU" in s.file]),
         ("captured", [s for s in steps if s.way.endswith("-captured")]),
+        ("compiled", [s for s in steps if s.way.endswith("compiled")]),
         ("bound", [s for s in steps if s.way == "bound"]),
         ("of each way the latest", latest),
         ("all", steps),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +228,24 @@ def test_products_and_attention_are_timed_behind_a_load(monkeypatch) -> None:
         machine.kernel_us == 1.5 and "at 1590 MHz and 691 W as in a step" in machine.marks["matrix_flops_per_s"].source
     )
     assert "1590 MHz" in doctor.report_text(diagnosis_of(found))
+
+
+@pytest.mark.parametrize("answer, found", [("1590, 691.2", "1590 MHz and 691 W"), ("[N/A], [N/A]", ""), ("wait", "")])
+def test_the_card_is_busy_until_its_clock_is_read(monkeypatch, tmp_path: Path, answer: str, found: str) -> None:
+    """nvidia-smi takes longer to begin than any load that is queued at once; one that hangs is given up."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{'exec sleep 60' if answer == 'wait' else f'sleep 0.2; echo {answer!r}'}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: time.sleep(0.01))
+    monkeypatch.setattr(doctor_load, "READ_S", 1.0)
+    queued: list[float] = []
+    load = SimpleNamespace(device=torch.device("cpu"), queue=lambda ms: queued.append(time.monotonic()))
+    begin = time.monotonic()
+    assert doctor_load.clock_of(load) == found
+    end = time.monotonic()
+    assert end - begin < 5 and queued[-1] - begin > 0.15
 
 
 def test_the_launched_work_runs_here() -> None:

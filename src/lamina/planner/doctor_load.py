@@ -18,7 +18,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 HEAT_S = 1.5  # until the clock has come down to what the power limit allows
 BETWEEN_MS = 60.0  # of load in front of each measured group
-READ_MS = 600.0  # of load while clock and power are read
+READ_S = 5.0  # at most, until clock and power have been read; nvidia-smi takes a second to begin
 TOKENS, LENGTH, DIM, HIDDEN, HEADS = 8192, 2048, 2048, 5632, 16
 PRODUCTS, PASSES = 12, 30  # in a round, beside one attention with its backward
 
@@ -80,14 +80,18 @@ def clock_of(load: Load) -> str:
     """What the card does under that load, in words for a machine file: "1590 MHz and 691 W"; empty if nobody says."""
     uuid = getattr(torch.cuda.get_device_properties(load.device), "uuid", "")
     wanted = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
-    load.queue(READ_MS)
+    begin = time.perf_counter()
     try:
-        said = subprocess.run(wanted, capture_output=True, text=True, timeout=5).stdout
+        with subprocess.Popen(wanted, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            while process.poll() is None:  # it reads what is so at its end, and the card cools in a moment
+                if time.perf_counter() - begin > READ_S:
+                    process.kill()
+                load.queue(BETWEEN_MS)
+                torch.cuda.synchronize(load.device)
+            said, _ = process.communicate()
         mhz, watt = (float(word) for word in said.strip().split(","))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError):
         return ""
-    finally:
-        torch.cuda.synchronize(load.device)
     return f"{mhz:.0f} MHz and {watt:.0f} W"
 
 
