@@ -10,14 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+import lamina
+from harness import run_ranks
+from lamina.core.program import Op, Step
 from lamina.errors import UsageError
 from lamina.planner.machine import load_machine
 from lamina.planner.measure import measure
 from lamina.planner.rates import Reached
 from lamina.planner.time import forecast_time
 from lamina.planner.workload import Choice, MatrixProduct
+from lamina.runtime.assemble import RUNTIMES
 from lamina.train.planned import logits_are_the_heads
 
+UNITS = [nn.Embedding, nn.Linear]
 LONG = 70_000  # tokens of one sequence
 
 
@@ -170,3 +175,40 @@ def test_logits_that_are_capped_or_scaled_are_not_the_heads() -> None:
         plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
         capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
     assert logits_are_the_heads(plain) and not logits_are_the_heads(capped)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2.0
+
+
+def language_model(embedding: type[nn.Embedding]) -> nn.Module:
+    return nn.Sequential(embedding(16, 8), *(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 16))
+
+
+def gathers_of_a_step() -> list[list[int]]:
+    """By model and unit, in the third step of this rank."""
+    found = []
+    for embedding in (nn.Embedding, Scaled):
+        model = lamina.shard(language_model(embedding), "zero3", units=UNITS, slots=2, transport="c10d")
+        units = RUNTIMES[model].units
+        for _ in range(3):
+            before = [unit.gathers for unit in units]
+            model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+        found.append([unit.gathers - number for unit, number in zip(units, before, strict=True)])
+    return found
+
+
+def test_a_plan_gathers_what_ranks_gather() -> None:
+    """An embedding once, for its backward reads no weights; one that scales, and a compiled one, twice."""
+    expected, first = [], []
+    for embedding in (nn.Embedding, Scaled):
+        workload = measure(language_model(embedding), 2, 4, units=UNITS).workload
+        for compiled in (False, True):
+            choice = Choice("zero3", 2, slots=2, compute_bytes=4, wire_bytes=4, compiled=compiled)
+            steps = forecast_time(workload, choice, load_machine("h100")).schedule.program.steps
+            counts = [sum(s == Step(Op.GATHER, i) for s in steps) for i in range(len(workload.units))]
+            first.append(counts[0])
+            expected += [] if compiled else [counts]
+    assert first == [1, 2, 2, 2]
+    assert run_ranks(2, gathers_of_a_step) == [expected] * 2

@@ -29,6 +29,7 @@ from lamina.planner.products import MATRIX, PRODUCTS, WRITING_PRODUCTS, ProductC
 from lamina.planner.state import UnitShape
 from lamina.planner.traffic import moved_bytes, runs_no_kernel
 from lamina.planner.workload import UnitWork, Workload
+from lamina.runtime.lookups import is_lookup
 from lamina.runtime.precision import (
     Precision,
     cast_tree,
@@ -272,6 +273,7 @@ class _Watch(LiveBytes):
             block_index=blocks.index(index) if plan.is_block else 0,
             saved_bytes=count.saved_bytes,
             output_bytes=count.output_bytes,
+            is_lookup=[is_lookup(self.model.get_submodule(name)) for name in plan.modules] == [True],
             params=shape.params,
         )
 

@@ -211,12 +211,14 @@ class UnitShape(NamedTuple):
     resident: bool
     trainable: bool
     encloses: bool
+    is_lookup: bool
 
 
 def _shape(unit: UnitWork, choice: Choice, factors: Factors) -> UnitShape:
     size_bytes = (unit.trainable_numel + unit.frozen_numel) * choice.compute_bytes
     resident = unit.encloses or not factors.shards_parameters
-    return UnitShape(size_bytes, resident, unit.trainable_numel > 0, unit.encloses)
+    is_lookup = unit.is_lookup and not choice.compiled
+    return UnitShape(size_bytes, resident, unit.trainable_numel > 0, unit.encloses, is_lookup)
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,7 +226,7 @@ def schedule_of(shapes: tuple[UnitShape, ...], slots: int) -> Schedule:
     """The program of one micro-batch, by the runtime's own rules, ready to be timed."""
     packing = pack([Demand(f"unit {i}", s.size_bytes, s.resident) for i, s in enumerate(shapes)], slots)
     sharing = [packing.conflicts(index) for index in range(len(shapes))]  # each answer walks all units: ask once
-    traits = [UnitTraits(s.trainable, s.resident, s.encloses) for s in shapes]
+    traits = [UnitTraits(s.trainable, s.resident, s.encloses, s.is_lookup) for s in shapes]
     return Schedule(plan_step(traits, sharing.__getitem__), sharing.__getitem__)
 
 

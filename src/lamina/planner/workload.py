@@ -51,6 +51,7 @@ class UnitWork:
     backward_memory_bytes: float | None = None  # bytes and launches of backward, products' left out; None: not counted
     backward_kernel_count: int | None = None
     holds_head: bool = False  # the output layer, which a loss in chunks computes again in backward
+    is_lookup: bool = False  # an embedding, which is not gathered for its backward (runtime/lookups.py)
     params: tuple[ParamSpec, ...] = ()  # none listed: their gradients are counted as laid out
 
 
