@@ -91,14 +91,21 @@ def total(count: Tensor | float) -> Tensor:
 
     With several micro-batches, give it the sum of their counts and pass the result to each `token_mean`.
     """
-    value = _count(count, "lamina.total").clone()
-    runtime = _recent()
+    return sum_over_ranks(_count(count, "lamina.total"), "sums a count with lamina.total()")
+
+
+def sum_over_ranks(values: Tensor, doing: str) -> Tensor:
+    """The sums of `values`, of any shape and kind, over the data ranks. Collective.
+
+    `doing`: what is said of a rank that waits in it.
+    """
+    values, runtime = values.clone(), _recent()
     if runtime is not None and runtime.mesh.everyone is not None:
         refuse_in_fork()
-        value = value.to(runtime.device)
-        work = torch.distributed.all_reduce(value, group=runtime.mesh.everyone, async_op=True)
-        finish(work, value, "sums a count with lamina.total()")
-    return value
+        values = values.to(runtime.device)
+        work = torch.distributed.all_reduce(values, group=runtime.mesh.everyone, async_op=True)
+        finish(work, values, doing)
+    return values
 
 
 def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | float | None = None) -> Tensor:

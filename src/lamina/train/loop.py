@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lamina.checkpoint.api import load, save
 from lamina.errors import UsageError
-from lamina.runtime.scopes import accumulate, total
+from lamina.runtime.scopes import accumulate, sum_over_ranks
 from lamina.trace.session import Trace, trace
 from lamina.train.agreed import on_rank_0
 from lamina.train.config import learning_rate
@@ -161,7 +161,7 @@ class Training:
                 loss = job.objective.loss_sum(batch)
                 if part:
                     sums += torch.stack((loss.double(), torch.full_like(loss, batch.count, dtype=torch.float64)))
-        loss_sum, tokens = total(sums).tolist()
+        loss_sum, tokens = sum_over_ranks(sums, "sums a held-out loss").tolist()
         loss = loss_sum / max(1.0, tokens)
         self.curve.held_out.append((self.step, loss))
         self._on_first(lambda: self._write({"step": self.step, "held_out_loss": loss}))
@@ -177,7 +177,7 @@ class Training:
         if not ran:
             return
         steps = self.job.config.optimisation.steps or 0
-        sums = total(torch.stack([r.loss_sum for r in ran])).tolist()
+        sums = sum_over_ranks(torch.stack([r.loss_sum for r in ran]), "sums losses").tolist()
         losses = [value / max(1, r.tokens) for value, r in zip(sums, ran, strict=True)]
         norms = torch.stack([r.norm.double() for r in ran]).tolist()
         now = time.perf_counter()
