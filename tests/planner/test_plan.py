@@ -130,6 +130,10 @@ def test_bad_input_is_named() -> None:
         lamina.plan(model, 1, batch=1, seq=8, machine="h101")
     with pytest.raises(UsageError, match="such as 40GiB"):
         lamina.plan(model, 1, batch=1, seq=8, budget="much")
+    alone = dataclasses.replace(load_machine("h100"), gpus_per_node=1, network_bytes_per_s=0.0)  # doctor --ranks 1
+    with pytest.raises(UsageError, match="gpus=2: h100 .* has 1 a node, .* no network .*--ranks N"):
+        lamina.plan(model, 2, batch=1, seq=8, machine=alone)
+    assert "used MiB" in str(lamina.plan(model, 1, batch=1, seq=8, machine=dataclasses.replace(alone, fixed_bytes=0.0)))
     for word in ("much", "1XiB", "GiB", "-1GiB", "nan", "inf GiB", 0, -1, "0"):
         with pytest.raises(UsageError, match="KiB, MiB, GiB, TiB; kB, MB"):
             parse_bytes(word)

@@ -54,9 +54,10 @@ class Decision:
         if rung is self.taken:
             return ""
         if not rung.fits:
-            return (
-                f"needs {gib(rung.memory.missing_bytes)} GiB more than {MARGIN:.0%} of {gib(rung.memory.device_bytes)}"
-            )
+            more, device = size_text(rung.memory.missing_bytes), gib(rung.memory.device_bytes)
+            if rung.memory.device_bytes < 2**30:
+                device = size_text(rung.memory.device_bytes)
+            return f"needs {more} more than {MARGIN:.0%} of {device}"
         share = rung.time.tokens_per_s / self.fastest.time.tokens_per_s
         if share < CLOSE:
             return f"{min(0.99, 1 - share):.0%} fewer tokens a second than {self.fastest.title}"
@@ -64,7 +65,16 @@ class Decision:
 
 
 def gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f}" if size_bytes < 10 * 2**30 else f"{size_bytes / 2**30:.1f}"
+    return in_units(size_bytes, 2**30)
+
+
+def in_units(size_bytes: float, unit_bytes: int) -> str:
+    return f"{size_bytes / unit_bytes:.2f}" if size_bytes < 10 * unit_bytes else f"{size_bytes / unit_bytes:.1f}"
+
+
+def size_text(size_bytes: float) -> str:
+    """With its unit, which small models want smaller."""
+    return f"{gib(size_bytes)} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.3g} MiB"
 
 
 def choose(
@@ -151,15 +161,16 @@ def _nothing_fits(
     least = min(rungs, key=lambda rung: rung.memory.used_bytes)
     wanted = least.memory.used_bytes / MARGIN
     size_bytes = least.memory.device_bytes
-    given = f"{gib(size_bytes)} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.3g} MiB"
+    given = size_text(size_bytes)
     what = f"a budget of {given}" if budget_bytes is not None else f"{machine.name} ({given})"
     parts = sorted(least.memory.parts().items(), key=lambda item: -item[1])[:2]
-    most = ", ".join(f"{name} {gib(size)}" for name, size in parts)
+    most = ", ".join(f"{name} {size_text(size)}" for name, size in parts)
+    unit, word = (2**30, "GiB") if wanted >= 2**30 else (2**20, "MiB")
     ways = [] if gpus is None else [f"--gpus {gpus}, where zero3 with full recomputation fits"]
     if measured.workload.batch > 1:
         ways.append(f"a smaller batch than {measured.workload.batch} and --accumulate")
-    ways += ["a shorter --seq", f"GPUs of more memory (--budget {-(-int(wanted) // 2**30)}GiB or more)"]
+    ways += ["a shorter --seq", f"GPUs of more memory (--budget {-(-int(wanted) // unit)}{word} or more)"]
     return (
-        f"nothing fits {what}: the smallest is {least.title}, which needs {gib(wanted)} GiB a GPU (most of it {most}). "
-        f"What may help: {'; '.join(ways)}"
+        f"nothing fits {what}: the smallest is {least.title}, which needs {size_text(wanted)} a GPU "
+        f"(most of it {most}). What may help: {'; '.join(ways)}"
     )

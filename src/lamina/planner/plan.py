@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lamina.core.strategy import Strategy
 from lamina.errors import UsageError
-from lamina.planner.choose import Decision, Rung, check_gpus, choose, gib, rung_of
+from lamina.planner.choose import Decision, Rung, check_gpus, choose, in_units, rung_of
 from lamina.planner.chunked import ChunkedLoss, find_head
 from lamina.planner.gains import gains
 from lamina.planner.machine import Machine, load_machine
@@ -110,26 +110,34 @@ class Plan:
 
     def _ladder(self) -> list[str]:
         width = max(len(rung.title) for rung in self.decision.rungs)
-        lines = [f"  {'':<{width}} {'used GiB':>9} {'allocated':>9} {'ms a step':>10} {'tokens/s':>11}"]
+        unit_bytes, unit = self._unit
+        lines = [f"  {'':<{width}} {f'used {unit}':>9} {'allocated':>9} {'ms a step':>10} {'tokens/s':>11}"]
         for rung in self.decision.rungs:
             mark = "*" if rung is self.taken else " "
             lines.append(
-                f"{mark} {rung.title:<{width}} {gib(rung.memory.used_bytes):>9} {gib(rung.memory.allocated_bytes):>9} "
-                f"{rung.time.total_ms:>10.1f} {rung.time.tokens_per_s:>11,.0f}  {self.decision.why_not(rung)}".rstrip()
+                f"{mark} {rung.title:<{width}} {in_units(rung.memory.used_bytes, unit_bytes):>9} "
+                f"{in_units(rung.memory.allocated_bytes, unit_bytes):>9} {rung.time.total_ms:>10.1f} "
+                f"{rung.time.tokens_per_s:>11,.0f}  {self.decision.why_not(rung)}".rstrip()
             )
         return lines
 
+    @property
+    def _unit(self) -> tuple[int, str]:
+        """Of the memory that is shown."""
+        most_bytes = max(rung.memory.used_bytes for rung in self.decision.rungs)
+        return (2**30, "GiB") if most_bytes >= 2**30 else (2**20, "MiB")
+
     def _memory(self) -> list[str]:
-        memory = self.taken.memory
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.parts().items())
+        memory, (unit_bytes, unit) = self.taken.memory, self._unit
+        parts = ", ".join(f"{name} {in_units(size, unit_bytes)}" for name, size in memory.parts().items())
         lines = [
-            f"memory of {self.taken.title}: peak at {memory.peak.place}, {gib(memory.used_bytes)} of "
-            f"{gib(memory.device_bytes)} GiB",
+            f"memory of {self.taken.title}: peak at {memory.peak.place}, {in_units(memory.used_bytes, unit_bytes)} of "
+            f"{in_units(memory.device_bytes, unit_bytes)} {unit}",
             f"  {parts}",
         ]
         step = max(1, len(memory.moments) // MOST_ROWS)
         shown = memory.moments[::step]
-        curve = ", ".join(f"{moment.place} {gib(moment.total_bytes)}" for moment in shown)
+        curve = ", ".join(f"{moment.place} {in_units(moment.total_bytes, unit_bytes)}" for moment in shown)
         return [*lines, f"  through the step: {curve}"]
 
     def _time(self) -> list[str]:
@@ -187,6 +195,12 @@ def plan(
     check_gpus(gpus)
     check_sizes(batch, seq)
     where = machine if isinstance(machine, Machine) else load_machine(machine)
+    if gpus > where.gpus_per_node and not where.network_bytes_per_s:
+        raise UsageError(
+            f"gpus={gpus}: {where.name} ({where.device}) has {where.gpus_per_node} a node, and its file knows of no "
+            "network between nodes. `lamina doctor --ranks N` measures N together; or set gpus_per_node, "
+            "network_bytes_per_s"
+        )
     limit = parse_bytes(budget)
     kind = "cpu" if where.is_cpu else "cuda"
     if capture and where.is_cpu:
