@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -256,7 +257,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory of ddp: peak at" in capsys.readouterr().out
 
 
-def test_command_takes_functions_and_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_takes_functions_and_configs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models_that_lie_here.py").write_text("from torch.nn import Linear\nbuild = lambda: Linear(8, 8)\n")
+    with monkeypatch.context() as patch:  # a command's path does not hold the folder that it is typed in
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", [word for word in sys.path if word])
+        assert cli.main(["plan", "models_that_lie_here:build", "--batch", "1", "--seq", "8"]) == 0
     assert cli.main(["plan", f"{__name__}:build_two_layers", "--batch", "1", "--seq", "8"]) == 0
     assert "Sequential" not in capsys.readouterr().err
     pytest.importorskip("transformers")

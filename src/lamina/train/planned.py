@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,12 @@ def _other_class(model: Any) -> str:
 
 def _called(word: str) -> nn.Module:
     module_name, _, function = word.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:  # a command's path holds its own folder, not where it is typed
+        sys.path.append(here)
     try:
         build = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as problem:
-        raise UsageError(f"{word}: {problem}; type module:function, the module being on the Python path") from None
+        raise UsageError(f"{word}: {problem}; type module:function, the module in this folder or on the path") from None
     except Exception as problem:
         raise UsageError(f"{word}: importing {module_name} failed: {_first_line(problem)}") from problem
     try:
