@@ -70,7 +70,7 @@ class ClockBench(CpuBench):
             if self.clock_name == "CPU":
                 dist.barrier()
             found.append((clock() - begin) / repeats * 1e3)
-        return min(found)
+        return statistics.median(found) if self.clock_name == "CPU" else min(found)  # as steps are told
 
 
 def work(rounds: int) -> tuple[dict[str, Measured], Times]:
