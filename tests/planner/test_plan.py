@@ -49,6 +49,8 @@ def test_the_simplest_that_fits_is_taken(measures: dict[str | int, Measured]) ->
     assert decide(measures, 1).taken.title == "one GPU"
     roomy = decide(measures, 4)
     assert roomy.taken.title == "ddp"
+    for rung in roomy.rungs:
+        assert sum(rung.memory.parts().values()) == rung.memory.used_bytes
     assert [rung.title for rung in roomy.rungs] == ["one GPU", "ddp", "zero1", "zero2", "zero3"]
     assert "fewer tokens a second" in roomy.why_not(roomy.rungs[0])
 

@@ -74,6 +74,7 @@ class MemoryForecast:
             "slots": state.slots + state.published,
             "reduction": state.reduction + state.accumulated,
             "activations": peak.activation_bytes,
+            "inputs, workspace": peak.state_bytes - state.lasting,
             "allocator": self.reserved_bytes - peak.total_bytes,
             "libraries": self.used_bytes - self.reserved_bytes,
         }
