@@ -105,6 +105,20 @@ def test_only_what_would_gain_is_named(named: bool, strategy: str, gpus: int) ->
     assert not any("lamina.capture" in text for text in captured.gains)
 
 
+def test_smaller_batches_instead_of_recomputation() -> None:
+    model = meta_gpt(2048, 2)
+    least = min(rung.memory.used_bytes for rung in lamina.plan(model, 2, batch=8, seq=2048).decision.rungs)
+    budget = int(0.99 * least / 0.95)
+    found = lamina.plan(model, 2, batch=8, seq=2048, budget=budget)
+    assert found.taken.choice.recompute != "none"
+    (text,) = (text for text in found.gains if "without recomputation" in text)
+    assert "--batch 4 --accumulate 2, where " in text
+    halved = lamina.plan(model, 2, batch=4, seq=2048, accumulation=2, budget=budget).decision.fastest
+    assert f"where {halved.title} fits" in text and halved.choice.recompute == "none"
+    share = halved.time.tokens_per_s / found.taken.time.tokens_per_s - 1
+    assert text.startswith(f"{share:.0%} more tokens")
+
+
 def test_more_ranks_need_less_memory(measures: dict[str | int, Measured]) -> None:
     """Masters and moments over the ranks; activations stay."""
     few, many = (dict(zip("abcde", decide(measures, gpus).rungs, strict=False))["e"].memory for gpus in (2, 8))

@@ -100,12 +100,12 @@ def choose(
     rungs: list[Rung] = []
     for recompute in RECOMPUTE:
         shared = replace(template, recompute=recompute)
-        rungs += _rungs(measures(recompute), gpus, machine, shared, budget_bytes)
+        rungs += rungs_in_order(measures(recompute), gpus, machine, shared, budget_bytes)
         if any(rung.fits for rung in rungs):
             break  # recomputing costs time and gains nothing but memory
         in_chunks = None if chunked is None else chunked(recompute)
         if in_chunks is not None:
-            rungs += _rungs(in_chunks, gpus, machine, replace(shared, chunked_loss=True), budget_bytes)
+            rungs += rungs_in_order(in_chunks, gpus, machine, replace(shared, chunked_loss=True), budget_bytes)
             if any(rung.fits for rung in rungs):
                 break
     fitting = [rung for rung in rungs if rung.fits]
@@ -127,7 +127,9 @@ def check_gpus(gpus: int) -> None:
         raise UsageError(f"gpus={gpus}: more than any machine has; up to {MOST_GPUS} can be asked for")
 
 
-def _rungs(measured: Measured, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None) -> list[Rung]:
+def rungs_in_order(
+    measured: Measured, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None
+) -> list[Rung]:
     choices = [("one GPU", replace(template, strategy="zero3", world=1))]
     if gpus > 1:
         choices += [(name, replace(template, strategy=name, world=gpus)) for name in ("ddp", "zero1", "zero2", "zero3")]

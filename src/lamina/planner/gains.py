@@ -5,7 +5,8 @@ Pure: no communication, no device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lamina.core.strategy import resolve
@@ -17,11 +18,19 @@ LEAST = 0.01  # more tokens a second: less is not worth a change
 MUCH = 1.0  # from here on it is said in times
 
 
-def gains(time: StepTime, workload: Workload, choice: Choice, machine: Machine) -> tuple[str, ...]:
-    """Single changes and what each would bring, the largest first."""
+def gains(
+    time: StepTime,
+    workload: Workload,
+    choice: Choice,
+    machine: Machine,
+    others: Iterable[tuple[str, float]] = (),
+) -> tuple[str, ...]:
+    """Single changes and what each would bring, the largest first; `others` in words, with their tokens a second."""
     found = []
-    for words, changed in _changes(time, choice, machine):
-        more = forecast_time(workload, changed, machine).tokens_per_s / time.tokens_per_s - 1
+    changes = _changes(time, choice, machine)
+    tried = ((words, forecast_time(workload, changed, machine).tokens_per_s) for words, changed in changes)
+    for words, tokens_per_s in itertools.chain(tried, others):
+        more = tokens_per_s / time.tokens_per_s - 1
         if more >= LEAST:
             much = f"{more:.0%} more" if more < MUCH else f"{1 + more:.1f} times the"
             found.append((more, f"{much} tokens a second: {words}"))

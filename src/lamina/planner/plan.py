@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lamina.core.strategy import Strategy
 from lamina.errors import UsageError
-from lamina.planner.choose import Decision, Rung, check_gpus, choose, in_units, rung_of
+from lamina.planner.choose import Decision, Rung, check_gpus, choose, in_units, rung_of, rungs_in_order
 from lamina.planner.chunked import ChunkedLoss, find_head
 from lamina.planner.gains import gains
 from lamina.planner.machine import Machine, load_machine
@@ -206,10 +206,10 @@ def plan(
     if capture and where.is_cpu:
         raise UsageError(f"capture=True: {where.name} ({where.device}) has no CUDA graphs; leave it out")
 
-    def run(recompute: str | int, its_loss: Loss | None) -> Measured:
+    def run(recompute: str | int, its_loss: Loss | None, its_batch: int = batch) -> Measured:
         return measure(
             model,
-            batch,
+            its_batch,
             seq,
             inputs=inputs,
             loss=its_loss,
@@ -258,8 +258,22 @@ def plan(
     assert taken is not None
     names = tuple(unit.name for unit in taken.workload.units)
     numels = tuple(unit.trainable_numel + unit.frozen_numel for unit in taken.workload.units)
-    gained = gains(decision.taken.time, taken.workload, choice, where)
+    others: tuple[tuple[str, float], ...] = ()
+    if strategy is None and choice.recompute != "none" and batch % 2 == 0 and inputs is None:
+        smaller = replace(template, accumulation=2 * accumulation)
+        rungs = rungs_in_order(run("none", loss, batch // 2), gpus, where, smaller, limit)
+        others = _in_smaller_batches(rungs, batch // 2)
+    gained = gains(decision.taken.time, taken.workload, choice, where, others)
     return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained)
+
+
+def _in_smaller_batches(rungs: Sequence[Rung], batch: int) -> tuple[tuple[str, float], ...]:
+    """Instead of recomputation: the fastest way that fits, in words, and its tokens a second; empty if none does."""
+    best = max((rung for rung in rungs if rung.fits), key=lambda rung: rung.time.tokens_per_s, default=None)
+    if best is None:
+        return ()
+    words = f"--batch {batch} --accumulate {best.choice.accumulation}, where {best.title} fits without recomputation"
+    return ((words, best.time.tokens_per_s),)
 
 
 def count_text(numel: int) -> str:
