@@ -21,6 +21,7 @@ from lamina.core import watch
 LIMIT_S = 10.0  # from the moment a rank begins to wait until it raises
 PATIENCE_S = 40.0  # of the test, on a busy machine
 LATER = 50  # a step at which all ranks have followed the program for long
+TRANSPORTS = {1: "c10d", LATER: "peer"}  # each is tried, at the first step or later
 
 
 def on_rank(rank: int, act: Callable[[nn.Module], object]) -> Callable[[nn.Module], object]:
@@ -32,7 +33,7 @@ def on_rank(rank: int, act: Callable[[nn.Module], object]) -> Callable[[nn.Modul
 
 def die(at: int, number: int) -> None:
     with short_limits():
-        train(at, on_rank(1, lambda model: os.kill(os.getpid(), number)))
+        train(at, on_rank(1, lambda model: os.kill(os.getpid(), number)), transport=TRANSPORTS[at])
 
 
 @pytest.mark.parametrize("at", [1, LATER])
@@ -59,7 +60,7 @@ def end_early(how: str) -> tuple[str, str, float]:
     store = dist.PrefixStore(how, dist.distributed_c10d._get_default_store())
     with short_limits():
         if dist.get_rank() == 1:
-            train(LATER, lambda model: None, after=0)
+            train(LATER, lambda model: None, after=0, transport=TRANSPORTS[LATER if how == "ended" else 1])
             running = watch.current()
             assert running is not None
             if how == "raised":
@@ -68,7 +69,7 @@ def end_early(how: str) -> tuple[str, str, float]:
                 running.leave("has ended its program")
             store.wait(["rank 0 has learned it"])  # the process lives on, and does nothing that ranks do together
             return "", "", 0.0
-        found = timed(lambda: train(LATER, lambda model: None))
+        found = timed(lambda: train(LATER, lambda model: None, transport=TRANSPORTS[LATER if how == "ended" else 1]))
         store.set("rank 0 has learned it", "")
         return found
 
@@ -137,7 +138,11 @@ BEFORE_ALL = ("save", "load", "keep", "evaluation")  # beside a first step, in w
 
 def go_elsewhere(at: int, names: Sequence[str]) -> dict[str, tuple[str, str, float]]:
     with short_limits():
-        return {name: timed(lambda act=ELSEWHERE[name]: train(at, on_rank(0, act))) for name in names}
+        found = {}
+        for number, name in enumerate(names):
+            act, transport = on_rank(0, ELSEWHERE[name]), ("peer", "c10d")[(number + at) % 2]
+            found[name] = timed(lambda act=act, transport=transport: train(at, act, transport=transport))
+        return found
 
 
 @pytest.mark.parametrize(("at", "names"), [(1, BEFORE_ALL), (3, tuple(ELSEWHERE))])
@@ -176,13 +181,14 @@ def test_an_evaluation_on_one_rank_is_named_though_all_know_its_program() -> Non
 
 def barrier_on_rank_1(at: int) -> None:
     with short_limits():
-        train(at, on_rank(1, lambda model: dist.barrier()))
+        train(at, on_rank(1, lambda model: dist.barrier()), transport=TRANSPORTS[at])
 
 
 @pytest.mark.parametrize("at", [1, LATER])
 def test_a_barrier_on_one_rank_is_named_on_both(at: int) -> None:
     """The one in the barrier cannot look up: its connections to other ranks are cut. Nobody's process ends."""
-    words = ["rank 0 in step", "gathers" if at > 1 else "agrees", "waits in torch.distributed.barrier (test_hangs.py:"]
+    verb = "gathers" if at > 1 else "agrees"
+    words = ["rank 0 in step", verb, "waits in torch.distributed.barrier (test_hangs.py:"]
     expect_error(2, barrier_on_rank_1, at, error="Disagreement", contains=words, timeout=PATIENCE_S)
 
 

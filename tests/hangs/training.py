@@ -26,9 +26,10 @@ def short_limits() -> Iterator[None]:
         watch.configure(watch.Limits())
 
 
-def build() -> nn.Module:
+def build(transport: str = "auto") -> nn.Module:
     torch.manual_seed(0)
-    return lamina.shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), units=[nn.Linear])
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    return lamina.shard(layers, units=[nn.Linear], transport=transport)
 
 
 def step(model: nn.Module) -> None:
@@ -36,9 +37,9 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-def train(at: int, odd: Callable[[nn.Module], object], after: int = 3) -> None:
+def train(at: int, odd: Callable[[nn.Module], object], after: int = 3, transport: str = "auto") -> None:
     """Call `odd` before step `at`, counted from 1."""
-    model = build()
+    model = build(transport)
     for number in range(1, at + after):
         if number == at:
             odd(model)

@@ -96,7 +96,7 @@ def count_exchanges() -> list[list[int]]:
     """Exchanges of each step behind the first: with all units in use, with one left out, with a path that changed."""
     found = []
     for route, other in (((0, 1, 2), None), ((0, 1), None), ((0, 1, 2), (2, 1, 0, 2, 1, 0))):
-        model = lamina.shard(Routed(), units=[Expert], slots=1)
+        model = lamina.shard(Routed(), units=[Expert], slots=1, transport="c10d")
         control, counts = model_control(model), []
         for step in range(CLEAN_ENDS + 3):
             before = control.exchanges
@@ -122,7 +122,7 @@ def test_where_ranks_meet_at_the_ends_of_programs() -> None:
 
 
 def leave_a_program() -> None:
-    model = lamina.shard(Routed(), units=[Expert], slots=1)
+    model = lamina.shard(Routed(), units=[Expert], slots=1, transport="c10d")
     for step in range(CLEAN_ENDS + 2):
         path = (2, 1, 0, 2, 1, 0) if step == CLEAN_ENDS + 1 and dist.get_rank() == 0 else (0, 1, 2)
         model(torch.ones(1, WIDTH, dtype=torch.float64), path).sum().backward()

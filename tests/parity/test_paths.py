@@ -256,7 +256,7 @@ def test_evaluation_in_any_mode_between_steps() -> None:
 
 def extra_use_on_one_rank() -> None:
     """Rank 1 uses a block twice more than agreed, after all have learned the program."""
-    model = lamina.shard(seeded(lambda: Stack("none")), units=["blocks.*"], slots=1)
+    model = lamina.shard(seeded(lambda: Stack("none")), units=["blocks.*"], slots=1, transport="c10d")
     for step in range(3):
         model(data_of(dist.get_rank(), step)(0)).pow(2).mean().backward()
     if dist.get_rank() == 1:

@@ -17,18 +17,18 @@ from lamina.transport.pulled import Pulls
 NUMEL = 6 * 512
 
 
-def transport_of() -> Pulls:
+def shard_by_peer() -> tuple[nn.Module, Pulls]:
     torch.manual_seed(0)
     model = lamina.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), units=["0", "1"], transport="peer")
     transport = RUNTIMES[model].engine.reducer.transport
     assert isinstance(transport, Pulls)
-    transport.model = model  # type: ignore[attr-defined]  # it owns the memory
-    return transport
+    return model, transport
 
 
 def exchange_late_and_early(count: int) -> bool:
     """Exchanges of several sizes; each rank begins and reads some late. Every part is what was offered in that one."""
-    transport, world, me = transport_of(), dist.get_world_size(), dist.get_rank()
+    _, transport = shard_by_peer()
+    world, me = dist.get_world_size(), dist.get_rank()
     control, pauses, right = transport.peers.control, random.Random(me), True
     source = torch.empty(NUMEL)
     assert transport.takes(transport.group, 0, source.nbytes) and not transport.takes(transport.group, 0, 1 << 20)
@@ -55,7 +55,7 @@ def test_each_exchange_brings_what_was_offered_in_it() -> None:
 
 
 def reduce_other_units() -> None:
-    transport = transport_of()
+    _, transport = shard_by_peer()
     work, _ = transport.offer(0, torch.zeros(NUMEL), tag=dist.get_rank())
     transport.peers.control.wait(work)  # type: ignore[arg-type]
 

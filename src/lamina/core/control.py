@@ -29,7 +29,7 @@ from lamina.core.forked import refuse_in_fork
 from lamina.core.watch_evidence import call_site
 from lamina.core.watch_judge import cure_of, name_ranks
 from lamina.core.watch_sever import disagreement
-from lamina.errors import Disagreement
+from lamina.errors import Disagreement, LaminaError
 
 __all__ = ["Control", "Flags", "Position", "finish", "name_ranks"]
 
@@ -226,6 +226,8 @@ class Control:
             return
         try:
             work.wait(watch.FIRST_POLL)
+        except LaminaError:
+            raise
         except RuntimeError as error:
             _wait_long(self._watch, work, error, self.key, "", self.position)
 
@@ -260,6 +262,8 @@ def _wait_long(
             try:
                 work.wait(watch.NEXT_POLL)
                 return
+            except LaminaError:
+                raise
             except RuntimeError as again:
                 error, waited_s = again, time.monotonic() - began
         waiting.lost = str(error).splitlines()[0]

@@ -42,7 +42,7 @@ from lamina.runtime.precision import (
     wide_dtype,
     wrap_kept_module,
 )
-from lamina.runtime.publishing import are_peers_worth_it, open_peers
+from lamina.runtime.publishing import AUTO_HOST_SHARE, open_peers, why_not_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.recorder import check_seed
 from lamina.runtime.refused_modules import refuse_renorming, refuse_scripted
@@ -86,7 +86,7 @@ def shard(
         units: what is gathered together: "auto", or module classes, names, patterns, modules, lists of these.
         precision: "bf16", `Precision(...)`, or None: compute in the parameters' own dtype. Masters: at least float32.
         recompute: "none", "full", "selective", or n for every n-th block.
-        transport: "auto", "c10d" or "peer".
+        transport: "auto", "c10d" or "peer"; `report` says what "auto" has chosen, and why.
         slots: units that have a place at the same time (3), or a budget for them in bytes.
         compile: compile each unit's forward.
         seed: for parameters on meta; None: rank 0's.
@@ -125,7 +125,7 @@ def shard(
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
     seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
-    peers = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen.wire)
+    peers, why_not = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen.wire)
     native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
@@ -152,6 +152,7 @@ def shard(
         hooks,
         tuple(entry_points),
         parameters_beside(model, built),
+        transport_note=why_not,
     )
     attach(RUNTIMES[model])
     note_with(note_of)
@@ -197,18 +198,20 @@ def _whereabouts(model: nn.Module) -> list[str]:
 
 def _connect(
     transport: str, control: Control, data: DataMesh, blueprint: Blueprint, wire: torch.dtype | None
-) -> Peers | SymmetricPeers | None:
-    """Memory that all ranks of a gather can read; None: gathers are collectives."""
+) -> tuple[Peers | SymmetricPeers | None, str]:
+    """Memory that all ranks of a gather can read, and why "auto" has none; None: gathers are collectives."""
     if transport == "c10d" or data.world == 1:
-        return None
-    if transport == "auto" and not are_peers_worth_it(data, blueprint.layouts, blueprint.meshes, wire):
-        return None
+        return None, ""
+    layouts, meshes, is_auto = blueprint.layouts, blueprint.meshes, transport == "auto"
+    if is_auto and (why_not := why_not_peers(data, layouts, meshes, wire, blueprint.packing.slots)):
+        return None, why_not
+    share = (AUTO_HOST_SHARE,) if is_auto else ()
     try:
-        return open_peers(control, data, blueprint.layouts, blueprint.meshes, wire)
-    except TransportError:
-        if transport == "auto":
-            return None
-        raise
+        return open_peers(control, data, layouts, meshes, wire, *share), ""
+    except TransportError as error:
+        if not is_auto:
+            raise
+        return None, str(error).partition(";")[0].splitlines()[0]
 
 
 def _plan(

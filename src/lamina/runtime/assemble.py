@@ -62,6 +62,7 @@ class Runtime:
     hooks: dict[str, ModuleHooks]  # by qualified module name
     entry_points: tuple[str, ...]
     ignored: tuple[nn.Parameter, ...] = ()  # parameters that `shard()` was told to leave alone
+    transport_note: str = ""  # why transport="auto" is not "peer"
     adopted: tuple[Unit, ...] = ()  # units that `adopt()` has made: their slots lie in an arena of their own
     adopted_arena: Tensor | None = None  # uint8
 

@@ -183,10 +183,7 @@ class Engine:
         reads: False for the backward of a lookup, which needs no weights; see lookups.py.
         """
         phase = self.current()
-        if phase.recorded is None:
-            self._agree(phase, op, unit, reads)
-        else:
-            self._follow(phase, op, unit, reads)
+        (self._agree if phase.recorded is None else self._follow)(phase, op, unit, reads)
         if op is Op.FORWARD:
             unit.was_entered = True
         if unit.plain:
@@ -235,7 +232,9 @@ class Engine:
             phase.cursor = place + 1
         elif self.one_sided:
             if not any(step.op is Op.REDUCE for step in between):
-                phase.cursor = place + 1
+                phase.cursor, gather = place + 1, Step(Op.GATHER, unit.index)
+                if gather in between:
+                    self._execute(phase, gather)
         elif not unit.is_ready:
             self._issue(phase, place + 1)
 
@@ -243,7 +242,7 @@ class Engine:
         """This rank needs more than the program holds: finish it, then agree with ranks that need the same."""
         if self.one_sided:
             self.residency.gather(unit)
-            phase.deviated = True
+            phase.deviated |= not self.gatherer.is_done_by_host
             return
         self._leave_program(phase)
         self._agree(phase, op, unit)
@@ -279,15 +278,15 @@ class Engine:
         position.verb, position.unit = step.op.verb, unit.name
         if step.op is Op.REDUCE:
             self.gradients.reduce(phase, unit, contribute=step.unit in phase.ready)
-        elif not (self.one_sided and unit.is_ready):
+        elif not (self.one_sided and (unit.is_ready or self.gatherer.is_done_by_host)):
             self.residency.gather(unit)
 
     # ---- agreeing ----------------------------------------------------------------------------------------------
 
     def _agree(self, phase: Phase, op: Op, unit: Unit, reads: bool = True) -> None:
         step, serve = Step(op, unit.index), self._server(phase)
-        if self.one_sided and op is not Op.REDUCE:
-            serve(step, reads and not unit.is_ready, True)
+        if self.one_sided and op is Op.FORWARD:
+            serve(step, not unit.is_ready, True)
         else:
             self.lockstep.agree(phase, step, lambda: reads and op is not Op.REDUCE and not unit.is_ready, serve)
 

@@ -64,6 +64,8 @@ class Route:
 class Gatherer:
     """Issues gathers and waits for them."""
 
+    is_done_by_host = False  # a gather is over when it has been issued: before its use is early enough
+
     def __init__(self, transport: Transport, control: Control, lanes: Lanes) -> None:
         self.transport, self.control, self.lanes = transport, control, lanes
         self.bytes_moved = 0

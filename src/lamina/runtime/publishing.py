@@ -39,6 +39,7 @@ from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, Symmetric
 
 AUTO_MOST_RANKS = 2  # on GPUs: what has been run on them so far
 AUTO_SHARE = 0.02  # of a GPU's memory, that `transport="auto"` spends on speed
+AUTO_HOST_SHARE = 0.25  # of what a host has left, for all ranks together
 FLAGS_PER_WORD = 62  # non-negative in an int64
 
 
@@ -67,14 +68,18 @@ def inbox_bytes(layouts: Sequence[UnitLayout], wire: torch.dtype | None) -> list
     return sizes
 
 
-def are_peers_worth_it(
-    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], wire: torch.dtype | None
-) -> bool:
-    """What `transport="auto"` goes by: on GPUs copy engines are faster, at the price of the published weights."""
-    if mesh.device.type != "cuda" or mesh.world > AUTO_MOST_RANKS:
-        return False
+def why_not_peers(
+    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], wire: torch.dtype | None, slots: int
+) -> str:
+    """What `transport="auto"` goes by, peers being faster at the price of the published weights; "": they are tried."""
+    if mesh.device.type != "cuda":
+        return "slots=1 asks for the least memory" if slots == 1 else ""
+    if mesh.world > AUTO_MOST_RANKS:
+        return f"on GPUs peers have been tried on {AUTO_MOST_RANKS} ranks so far, not on {mesh.world}"
     extra_bytes = published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, wire))
-    return extra_bytes <= AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
+    if extra_bytes > AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory:
+        return f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
+    return ""
 
 
 def open_peers(
@@ -83,8 +88,11 @@ def open_peers(
     layouts: Sequence[UnitLayout],
     meshes: Sequence[DataMesh],
     wire: torch.dtype | None = None,
+    host_share: float = 1.0,
 ) -> Peers | SymmetricPeers | None:
     """Memory for these units, one mesh each; None where no parameters are split. Changes no parameter. Collective.
+
+    `host_share`: the most that all ranks of a group may take of what their host has left.
 
     Raises:
         TransportError: see `connect` and `connect_gpus`.
@@ -94,11 +102,13 @@ def open_peers(
         return None
     if mesh.device.type == "cuda":
         return connect_gpus(control, mesh, size_bytes, inbox_bytes(layouts, wire))
-    return connect(control, mesh, size_bytes, inbox_bytes(layouts, wire))
+    return connect(control, mesh, size_bytes, inbox_bytes(layouts, wire), host_share)
 
 
 class PeerGatherer(Gatherer):
     """`Gatherer` over shared memory."""
+
+    is_done_by_host = True
 
     def __init__(
         self,
@@ -205,6 +215,8 @@ class SymmetricGatherer(PeerGatherer):
     Everything is queued when a root forward begins. The units that lead are cast on the gather lane; the others beside
     them on the reduce lane, which has nothing to do in a forward, so that compute waits for a small part only.
     """
+
+    is_done_by_host = False
 
     def __init__(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from lamina.core.layout import short_dtype
 from lamina.runtime.access import runtime_of
+from lamina.runtime.assemble import Runtime
 from lamina.runtime.unit import Unit
 
 
@@ -36,6 +38,7 @@ class Report:
     bytes_gathered: int
     bytes_reduced: int
     initialised: dict[str, str]  # parameter -> what gave it its value
+    notes: tuple[str, ...] = ()  # what was chosen and may surprise, a line each
 
     @property
     def gathers(self) -> int:
@@ -52,6 +55,7 @@ class Report:
     def __str__(self) -> str:
         width = max([len(unit.name) for unit in self.units] + [4])
         lines = [f"{self.strategy} over {self.world} ranks, transport {self.transport}"]
+        lines += self.notes
         lines.append(f"{'unit':<{width}}  {'parameters':>12} {'slot':>10} {'gathers':>8} {'reduces':>8}  dtypes")
         lines += [
             f"{u.name:<{width}}  {u.parameters:>12,} {readable_bytes(u.bytes):>10} "
@@ -85,7 +89,18 @@ def report(model: nn.Module) -> Report:
         engine.gatherer.bytes_moved,
         engine.reducer.bytes_moved,
         {record.name: record.source for record in runtime.records},
+        tuple(_notes(runtime)),
     )
+
+
+def _notes(runtime: Runtime) -> Iterator[str]:
+    if runtime.transport_note:
+        yield f"transport c10d, for {runtime.transport_note}"
+    if runtime.strategy == "hsdp" and runtime.mesh.world > 1 and not runtime.mesh.factors.uses_shards:
+        yield (
+            "hsdp shards inside a node, and here each has one rank: every rank holds a whole copy, as with ddp. Type "
+            "strategy='zero3' to shard over all ranks"
+        )
 
 
 def _master_bytes(unit: Unit) -> int:

@@ -38,6 +38,7 @@ from lamina.core.control import Control, name_ranks
 from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, round_up
 from lamina.core.mesh import DataMesh
 from lamina.errors import TransportError
+from lamina.transport.host_memory import available_bytes
 from lamina.transport.shared_memory import OwnRegion, PeerRegion, Ticket
 
 SHORTEST_PAUSE_S = 20e-6
@@ -164,25 +165,28 @@ class EpochWait:
                 raise RuntimeError(f"{name_ranks(still)} ended or dropped the model")
 
 
-def connect(control: Control, mesh: DataMesh, data_bytes: int, exchange_bytes: Sequence[int] = ()) -> Peers:
+def connect(
+    control: Control, mesh: DataMesh, data_bytes: int, exchange_bytes: Sequence[int] = (), host_share: float = 1.0
+) -> Peers:
     """Make this rank's region and open those of its gather group. Collective over all data ranks.
 
     Args:
         data_bytes: of the published range.
         exchange_bytes: of the largest exchange of gradients, by number of the segment.
+        host_share: the most that the ranks of a gather group may take of what their host has left.
 
     Raises:
         TransportError: ranks of a gather group on several hosts, no memory, or no access; on every rank, the same.
     """
+    members = mesh.factors.levels[0].size
+    outboxes, size_bytes = place_outboxes(exchange_bytes, members, data_bytes)
+    _agree(control, _too_much(members * size_bytes, host_share))
     own, problem = None, ""
-    outboxes, size_bytes = place_outboxes(exchange_bytes, mesh.factors.levels[0].size, data_bytes)
     try:
         own = OwnRegion(size_bytes)
     except OSError as error:
         problem = f"transport='peer' got no {size_bytes} bytes of shared memory: {error}; type transport='c10d'"
-    message = control.agree_on_error(problem or None)
-    if message is not None:
-        raise TransportError(message)
+    _agree(control, problem)
     assert own is not None
     tickets = [Ticket.parse(text) for text in mesh.by_data_rank(control.exchange_text(own.ticket.text()))]
     level = mesh.factors.levels[0]
@@ -198,10 +202,27 @@ def connect(control: Control, mesh: DataMesh, data_bytes: int, exchange_bytes: S
             f"transport='peer': rank {mesh.rank} cannot read the memory of rank {rank} on the same host ({error}). Run "
             "the ranks under one user and in one container, or type transport='c10d'"
         )
+    _agree(control, problem)
+    return Peers(control, own, others, level.place(mesh.rank), mesh.global_ranks, data_bytes, outboxes)
+
+
+def _agree(control: Control, problem: str) -> None:
     message = control.agree_on_error(problem or None)
     if message is not None:
         raise TransportError(message)
-    return Peers(control, own, others, level.place(mesh.rank), mesh.global_ranks, data_bytes, outboxes)
+
+
+def _too_much(wanted_bytes: int, host_share: float) -> str:
+    """Looked at before: memory that a control group does not grant is not refused, the process is killed for it."""
+    left_bytes = available_bytes()
+    if wanted_bytes <= host_share * left_bytes:
+        return ""
+    part = "" if host_share == 1.0 else f"{host_share:.0%} of "
+    wanted, left = f"{wanted_bytes / 2**20:.1f} MiB", f"{left_bytes / 2**20:.1f} MiB"
+    return (
+        f"transport='peer' needs {wanted} of shared memory for all ranks together, more than {part}the {left} that are "
+        "left on the host; type transport='c10d', or shard over more hosts"
+    )
 
 
 def _check_hosts(tickets: Sequence[Ticket], groups: Sequence[tuple[int, ...]]) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lamina.core.control import name_ranks
 from lamina.core.groups import Group
+from lamina.errors import Disagreement
 from lamina.transport.c10d import C10d
 from lamina.transport.peer import TURNS, Counter, EpochWait, Peers, fence
 
@@ -45,7 +46,10 @@ class Offered(EpochWait):
         apart = [rank for rank, region in self.peers.others.items() if region.counters[at] != self.tag]
         if apart:
             names = name_ranks([self.global_ranks[rank] for rank in apart])
-            raise RuntimeError(f"{names} reduced the gradients of another unit at the same time")
+            raise Disagreement(
+                f"{names} reduced the gradients of another unit at the same time: their steps went apart, as after an "
+                "error that one rank has caught. Catch it on all ranks or on none"
+            )
         return True
 
 
