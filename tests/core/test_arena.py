@@ -6,11 +6,13 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.core.arena import Demand, Packing, pack
-from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, round_up
+from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, ParamSpec, lay_out, round_up
+from lamina.core.slots import Slot
 
 DEMANDS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from((False, False, False, True))), max_size=14).map(
     lambda items: [Demand(f"u{i}", size, resident) for i, (size, resident) in enumerate(items)]
@@ -116,3 +118,16 @@ def test_text() -> None:
     assert pack([Demand("", 300, True), Demand("a", 700, False), Demand("b", 700, False)], 1).text() == (
         "arena of 1068 bytes, 1 slots\n  [768:1068) root (resident)\n  [0:700) a (gathered)\n  [0:700) b (gathered)"
     )
+
+
+def test_memory_that_an_overflow_slot_has_is_left_alone() -> None:
+    """A storage that is made as large as it is, is moved: on a GPU on another lane than the gather that writes it."""
+    layout = lay_out("unit", [ParamSpec("weight", (3, 5), torch.float32, torch.float32, True)], 2)
+    slot = Slot(layout, torch.empty(layout.buffer_bytes, dtype=torch.uint8), home=False)
+    before = slot.buffer.data_ptr()
+    slot.take_memory()
+    assert slot.buffer.data_ptr() == slot.views[0].data_ptr() == before
+    slot.drop_memory()
+    assert slot.buffer.untyped_storage().nbytes() == 0
+    slot.take_memory()
+    assert slot.buffer.untyped_storage().nbytes() == layout.buffer_bytes

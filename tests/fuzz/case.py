@@ -142,11 +142,11 @@ class Case:
     def rounds(self, layers: frozenset[str]) -> bool:
         """Whether gradients are sums in 16 bits, with a model of these layers.
 
-        Each backward inside a backward is reduced for itself, so a parameter of Mixed that is born in 16 bits is
-        summed in more than the plain model sums it in.
+        Each backward inside a backward is reduced for itself, so a parameter of Mixed or Coarse that is born in 16
+        bits is summed in more than the plain model sums it in.
         """
         sums = self.forwards > 1 or bool(layers & USED_TWICE)
-        if {"Mixed", "Recomputed"} <= layers and sums:
+        if "Recomputed" in layers and layers & {"Mixed", "Coarse"} and sums:
             return True
         sums |= self.scheme.precision.wire is not None and self.accumulation != "none"
         return self.scheme.rounds and sums

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import lamina
 from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_case, ignored_of, place_on, units_of
 from fuzz.hooks import add_hooks
-from fuzz.models import WIDTH, RandomModel
+from fuzz.models import WIDTH, RandomModel, Skipped
 from fuzz.plain import Plain
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
@@ -292,8 +292,9 @@ class Job:
             handle.remove()
 
     def reaches_all(self) -> bool:
-        """Every rank's backward comes to the end of the last block."""
-        return "Cut" not in self.plain.features and self.plain.first.weight.requires_grad
+        """Every rank's backward comes to the end of the last block, before it has come to the block before that."""
+        is_left_out = any(isinstance(part, Skipped) for part in self.plain.blocks[-1].modules())
+        return "Cut" not in self.plain.features and not is_left_out and self.plain.first.weight.requires_grad
 
     def replicas(self) -> None:
         lamina.check(self.model)

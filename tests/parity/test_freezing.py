@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,49 @@ def train(name: str, strategy: str, slots: int) -> float:
 @pytest.mark.parametrize(("strategy", "slots"), [("zero3", 3), ("zero3", 1), ("zero1", 2), ("ddp", 3)])
 def test_toggled_parameters_equal_one_process(name: str, strategy: str, slots: int) -> None:
     assert max(run_ranks(2, train, name, strategy, slots)) <= TOLERANCE
+
+
+def thawed_before(mode: Callable[[], Any] | None, strategy: str) -> list[Tensor]:
+    """Gradients of a model with copies in 16 bits that has begun to train, and was evaluated before its first step."""
+    model = build().float()
+    freeze(model, "blocks")
+    model = lamina.shard(model, strategy, units=UNITS, precision="bf16")
+    freeze(model, "blocks", frozen=False)
+    if mode is not None:
+        with mode():
+            model(language_batch(1, 2)[:, :-1])
+    language_loss(model, language_batch(2, 2)).backward()
+    grads = [p.grad for p in model.parameters()]
+    return [grad.full() if isinstance(grad, lamina.Shard) else grad for grad in grads if grad is not None]
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "zero3"), (2, "ddp"), (2, "zero1"), (2, "zero3")])
+def test_thawed_parameters_may_be_evaluated_first(world: int, strategy: str) -> None:
+    expected = run_ranks(world, thawed_before, None, strategy)[0]
+    assert len(expected) == len(list(build().parameters()))
+    for mode in (torch.no_grad, torch.inference_mode):
+        found = run_ranks(world, thawed_before, mode, strategy)[0]
+        assert all(map(torch.equal, found, expected))
+
+
+def thawed_at_once(strategy: str, transport: str, slots: int) -> float:
+    """Frozen when it was sharded, and trained from the first step on."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plain, model = build(), build()
+    freeze(model, "blocks", "weight")
+    model = lamina.shard(model, strategy, units=UNITS, transport=transport, slots=slots)
+    freeze(model, "", frozen=False)
+    for other in range(world):
+        (language_loss(plain, language_batch(other, 2)) / world).backward()
+    language_loss(model, language_batch(rank, 2)).backward()
+    return gradient_deviation(model, {key: p.grad for key, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "transport", "slots"), [("zero3", "c10d", 3), ("zero3", "peer", 1), ("zero1", "c10d", 2)]
+)
+def test_parameters_thawed_before_the_first_step_train(strategy: str, transport: str, slots: int) -> None:
+    assert max(run_ranks(2, thawed_at_once, strategy, transport, slots)) <= TOLERANCE
 
 
 def frozen_on_one(strategy: str, transport: str, at: int, when: str) -> None:

@@ -211,3 +211,26 @@ def test_the_step_publishes_what_it_writes(world: int) -> None:
     for equal, cast in run_ranks(world, publish_in_the_step):
         assert equal
         assert len(cast[0]) > 2 and cast[1:5] == [[], [], ["blocks.0"], []] and "blocks.0" in cast[5], cast
+
+
+def train_one_number() -> float:
+    """Largest deviation from one process: only the first rank holds an element of the model's one parameter."""
+    plain = nn.Linear(1, 1, bias=False).double()
+    model = nn.Linear(1, 1, bias=False).double()
+    model.load_state_dict(plain.state_dict())
+    model = shard_symmetrically(model, lamina.Strategy(2, 2, 4), units="auto")
+    optimizers = [torch.optim.AdamW(plain.parameters(), lr=0.1), lamina.optim.AdamW(model.parameters(), lr=0.1)]
+    worst = 0.0
+    for step in range(3):
+        data = torch.full((1, 1), 1.0 + step, dtype=torch.float64)
+        losses = [trained(data).pow(2).sum() for trained in (plain, model)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, (losses[0] - losses[1]).abs().item())
+    return worst
+
+
+def test_a_rank_without_elements_takes_part_in_publishing() -> None:
+    assert run_ranks(4, train_one_number, timeout=60) == [0.0] * 4

@@ -375,7 +375,8 @@ def check_unheld(param: nn.Parameter, name: str) -> Any:
         return None
     node = None
     if held == 2 and param.requires_grad and param.is_leaf:
-        node = torch.autograd.graph.get_gradient_edge(param).node
+        with torch.enable_grad():
+            node = torch.autograd.graph.get_gradient_edge(param).node
     if node is None or param._use_count() != 2:  # type: ignore[attr-defined]  # asking for the node made one: something else was the holder
         raise StateError(
             f"`{name}` cannot be sharded while other tensors share its memory. Drop views of `{name}` first "

@@ -108,9 +108,14 @@ class Slot:
             self.freed = Mark(torch.cuda.current_stream(self.buffer.device))
 
     def take_memory(self) -> None:
-        """Give an overflow slot its memory back before a gather."""
-        if not self.home:
-            self.buffer.untyped_storage().resize_(self.layout.buffer_bytes)
+        """Give an overflow slot its memory back before it is written.
+
+        One that has it is left alone: CUDA's storages are moved and copied even to the same size, on the lane of
+        compute, beside the gather.
+        """
+        storage = self.buffer.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.layout.buffer_bytes)
 
     def drop_memory(self) -> None:
         if not self.home and self.pins == 0:

@@ -126,7 +126,10 @@ class Engine:
 
     def end_forward(self) -> None:
         """The root's forward has returned or raised: issue what this rank has skipped, and agree on the end."""
-        self._close(self.current())
+        phase = self.current()
+        self._close(phase)
+        if not (phase.key.grad or self.lanes.is_recording):
+            self.lanes.join()  # casts that this rank did not wait for read masters, which may be edited now
 
     def _close(self, phase: Phase) -> None:
         self._issue(phase, len(phase.steps))

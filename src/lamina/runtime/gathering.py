@@ -93,8 +93,6 @@ class Gatherer:
         """Issue the gather of a unit into an EMPTY slot (or over the same weights: they come out equal)."""
         if slot.state is SlotState.GATHERING:
             self.finish(slot)
-        if not slot.home:
-            slot.take_memory()
         slot.to(SlotState.GATHERING)
         unit.gathers += unit.communicates
         lane = self.lanes.gather

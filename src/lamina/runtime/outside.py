@@ -48,7 +48,8 @@ def listen(unit: Unit) -> None:
         if not param.requires_grad:
             unit.ears.pop(position, None)
         elif param.is_leaf and (node is None or node.variable is not param):
-            node = unit.ears[position] = torch.autograd.graph.get_gradient_edge(param).node
+            with torch.inference_mode(False), torch.enable_grad():  # an evaluation may come first
+                node = unit.ears[position] = torch.autograd.graph.get_gradient_edge(param).node
             node.register_prehook(functools.partial(_take, weakref.ref(unit), position))
 
 

@@ -176,5 +176,6 @@ class Residency:
                 buffer = torch.empty(unit.layout.buffer_bytes, dtype=torch.uint8, device=unit.mesh.device)
                 slot = Slot(unit.layout, buffer, home=False)
             unit.overflow.append(slot)
-        slot.freed = self.lanes.compute.mark()
+        slot.take_memory()
+        slot.freed = self.lanes.compute.mark()  # whose memory it was
         return slot

@@ -206,7 +206,7 @@ class Unit:
         shown = self._shown.get(slot)
         if shown is None:
             shown = self._shown[slot] = self.window.values(slot.fulls)
-            self._followed[slot] = self.expected
+            self._followed[slot] = []  # nothing yet: what was frozen when it was sharded may train by now
             for param, full in zip(self.params, slot.fulls, strict=True):
                 full.__dict__.update((name, vars(param)[name]) for name in vars(param).keys() - OWN_ATTRIBUTES)
         if self.windows == 0:
