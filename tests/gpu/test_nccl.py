@@ -13,9 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
+from fuzz import walks
+from fuzz.play import play_all
 from gpu.cards import most_ranks, take_card
+from harness import run_ranks, shutdown
 from lamina.runtime import direct, summing
 from lamina.runtime.assemble import RUNTIMES
+from parity.reference import TOLERANCE
 
 pytestmark = pytest.mark.gpu
 
@@ -126,6 +130,17 @@ def test_peer_is_bitwise_what_nccl_gives(sleeps: bool, max_norm: float | None) -
     world = most_ranks()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train_in_16_bit, (world, folder, sleeps, max_norm), nprocs=world)
+
+
+def test_ranks_whose_paths_part_equal_one_process() -> None:
+    """Nested blocks in overflow slots, and jobs of which a rank owns no element of a unit."""
+    if most_ranks() < 4:
+        pytest.skip("four GPUs, or a card that four ranks may share")
+    for found in run_ranks(4, walks.play_all, [3, 12, 14, 39], "cuda", timeout=180):
+        assert max(found) <= TOLERANCE
+    for outcomes in run_ranks(4, play_all, [79], "cuda", timeout=120):
+        assert all(outcome.is_right for outcome in outcomes)
+    shutdown()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
