@@ -257,8 +257,9 @@ class Unit:
         self._followed[slot] = []
 
     def _follow_requires_grad(self, position: int, full: nn.Parameter, param: nn.Parameter) -> None:
-        full.requires_grad_(param.requires_grad)
         self.wanted[position] = param.requires_grad
+        if full.requires_grad != self.wanted[position]:  # torch.vmap refuses to be asked for what is so already
+            full.requires_grad_(self.wanted[position])
 
     def look(self) -> bool:
         """Before a root forward: see what the user has done to the parameters; whether a frozen one trains from now on.
