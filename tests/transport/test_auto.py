@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,11 +49,14 @@ def choose() -> dict[str, tuple[str, str, float]]:
         found["little memory"] = chosen()
     with patched(shared_memory, "host_id", lambda: f"host {dist.get_rank()}"):
         found["two hosts"] = chosen()
-    if dist.get_rank() == 1:
-        with patched(peer, "PeerRegion", cannot_open):
-            found["two containers"] = chosen()
-    else:
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(patched(peer, "PeerRegion", cannot_open))
         found["two containers"] = chosen()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.delattr(os, "memfd_create")
+        found["no Linux"] = chosen()
     return found
 
 
@@ -62,6 +66,7 @@ def test_auto_takes_shared_memory_where_it_can_and_says_why_not() -> None:
         "little memory": "more than 25% of the 0.1 MiB that are left on the host",
         "two hosts": "needs all ranks of a gather group on one host: rank 0 on",
         "two containers": "rank 1 cannot read the memory of rank 0",
+        "no Linux": "this system has no anonymous files",
     }
     for found in run_ranks(2, choose):
         assert len({norm for _, _, norm in found.values()}) == 1, found
@@ -98,6 +103,10 @@ def test_control_groups_limit_what_is_left(tmp_path: Any, monkeypatch: pytest.Mo
     assert abs(host_memory.available_bytes() - machine) < machine // 2
     write_group(tmp_path / "groups" / "box", str(64 * MIB), str(60 * MIB), 3 * MIB)
     assert host_memory.available_bytes() == 7 * MIB
+    monkeypatch.setattr(host_memory, "MACHINE", tmp_path / "no meminfo")
+    assert host_memory.available_bytes() == 7 * MIB
+    own.unlink()
+    assert host_memory.available_bytes() > 1 << 60
 
 
 def kinds_of_programs() -> list[bool]:

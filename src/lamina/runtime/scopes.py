@@ -139,7 +139,7 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
         weight: Tensor | float = 1.0
     else:
         given = None if total is None else _count(total, "lamina.token_mean").to(loss_sum.device)
-        everything = _sum_over_ranks(runtime, count) if given is None else given
+        everything = sum_over_ranks(count, "sums tokens in lamina.token_mean()") if given is None else given
         weight = (1 if gradients is None else gradients.active_ranks) / divisor(everything.to(loss_sum.dtype))
     weighted = loss_sum * weight
     result = weighted - weighted.detach() + shown.to(weighted.dtype)
@@ -156,15 +156,6 @@ def _count(given: Tensor | float, function: str) -> Tensor:
     if count.numel() != 1 or (count.device.type == "cpu" and not bool(count >= 0)):
         raise UsageError(f"{function}() got {given!r} as a count of tokens: wanted one number, 0 or more")
     return count
-
-
-def _sum_over_ranks(runtime: Runtime | None, count: Tensor) -> Tensor:
-    value = count.clone()
-    if runtime is not None and runtime.mesh.everyone is not None:
-        refuse_in_fork()
-        work = torch.distributed.all_reduce(value, group=runtime.mesh.everyone, async_op=True)
-        finish(work, value, "sums tokens in lamina.token_mean()")
-    return value
 
 
 def _recent() -> Runtime | None:

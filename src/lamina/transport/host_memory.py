@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,17 @@ MACHINE = Path("/proc/meminfo")
 
 def available_bytes() -> int:
     """Bytes that can be had without pushing anything out that is in use; what cannot be read does not limit."""
-    kib = next(int(line.split()[1]) for line in MACHINE.read_text().splitlines() if line.startswith("MemAvailable"))
-    return max(0, min([kib * 1024, *_left_in_groups()]))
+    return max(0, min([sys.maxsize, *_left_on_machine(), *_left_in_groups()]))
+
+
+def _left_on_machine() -> Iterator[int]:
+    try:
+        lines = MACHINE.read_text().splitlines()
+    except OSError:  # not Linux, or a sandbox
+        return
+    for line in lines:
+        if line.startswith("MemAvailable"):
+            yield int(line.split()[1]) * 1024
 
 
 def _left_in_groups() -> Iterator[int]:

@@ -180,13 +180,13 @@ def connect(
     """
     members = mesh.factors.levels[0].size
     outboxes, size_bytes = place_outboxes(exchange_bytes, members, data_bytes)
-    _agree(control, _too_much(members * size_bytes, host_share))
+    agree(control, _too_much(members * size_bytes, host_share))
     own, problem = None, ""
     try:
         own = OwnRegion(size_bytes)
     except OSError as error:
         problem = f"transport='peer' got no {size_bytes} bytes of shared memory: {error}; type transport='c10d'"
-    _agree(control, problem)
+    agree(control, problem)
     assert own is not None
     tickets = [Ticket.parse(text) for text in mesh.by_data_rank(control.exchange_text(own.ticket.text()))]
     level = mesh.factors.levels[0]
@@ -202,11 +202,12 @@ def connect(
             f"transport='peer': rank {mesh.rank} cannot read the memory of rank {rank} on the same host ({error}). Run "
             "the ranks under one user and in one container, or type transport='c10d'"
         )
-    _agree(control, problem)
+    agree(control, problem)
     return Peers(control, own, others, level.place(mesh.rank), mesh.global_ranks, data_bytes, outboxes)
 
 
-def _agree(control: Control, problem: str) -> None:
+def agree(control: Control, problem: str) -> None:
+    """Raise on every rank what is a problem on any; "": on this one there is none. Collective."""
     message = control.agree_on_error(problem or None)
     if message is not None:
         raise TransportError(message)

@@ -75,6 +75,8 @@ class OwnRegion:
 
     def __init__(self, data_bytes: int) -> None:
         size_bytes = HEADER_BYTES + data_bytes
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no anonymous files (memfd_create)")
         self._fd = os.memfd_create("lamina", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         os.posix_fallocate(self._fd, 0, size_bytes)  # fails here and now, not with a signal at the first write

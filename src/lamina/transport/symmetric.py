@@ -32,8 +32,8 @@ from lamina.core.groups import Group
 from lamina.core.layout import round_up
 from lamina.core.mesh import DataMesh
 from lamina.core.watch_evidence import BARRIERS, group_key, note_on_device
-from lamina.errors import TransportError
 from lamina.transport.c10d import C10d, Exchange
+from lamina.transport.peer import agree
 from lamina.transport.shared_memory import host_id
 
 GATHER_CHANNEL, REDUCE_CHANNEL = CHANNELS = 0, 1  # of barriers; each needs a cell for each rank
@@ -164,7 +164,7 @@ def connect_gpus(control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes:
     group, level = mesh.gather[0], mesh.factors.levels[0]
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device.index is None else mesh.device
     where = mesh.by_data_rank(control.exchange_text(f"{host_id()} {device.index}"))
-    _agree(control, _cannot_reach(where, level.members(mesh.rank), mesh.rank, device))
+    agree(control, _cannot_reach(where, level.members(mesh.rank), mesh.rank, device))
     problem, peers = "", None
     free_bytes = torch.cuda.mem_get_info(device)[0]
     if free_bytes < data_bytes + sum(inbox_bytes):
@@ -173,21 +173,15 @@ def connect_gpus(control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes:
             f"transport='peer' needs {needed_gib:.2f} GiB for published weights and inboxes on rank {mesh.rank}, where "
             f"{free_gib:.2f} GiB are free; type transport='c10d', or split over more ranks"
         )
-    _agree(control, problem)
+    agree(control, problem)
     try:
         peers = SymmetricPeers(group, device, data_bytes, inbox_bytes)
         problem = _try_out(peers, mesh.rank)
     except RuntimeError as error:
         problem = f"transport='peer' does not work here: {error}; type transport='c10d'"
-    _agree(control, problem)
+    agree(control, problem)
     assert peers is not None
     return peers
-
-
-def _agree(control: Control, problem: str) -> None:
-    message = control.agree_on_error(problem or None)
-    if message is not None:
-        raise TransportError(message)
 
 
 def _cannot_reach(where: Sequence[str], members: Sequence[int], me: int, device: torch.device) -> str:
