@@ -44,7 +44,8 @@ class Way:
         return 1 + seed % 4 if self.world is None else self.world
 
     def limit_s(self, jobs: int) -> float:
-        return START_S + jobs * (SEED_S if self.device == "cpu" else GPU_SEED_S)
+        seed_s = SEED_S if self.device == "cpu" else GPU_SEED_S
+        return START_S + jobs * seed_s * (3 if self.world == 8 else 1)  # more ranks than most machines have cores
 
 
 def run_seeds(seeds: Sequence[int], way: Way) -> list[Row]:
@@ -55,7 +56,7 @@ def run_seeds(seeds: Sequence[int], way: Way) -> list[Row]:
         try:
             by_rank = harness.run_ranks(world, play_all, mine, way.device, timeout=way.limit_s(len(mine)))
         except harness.RankFailure as failure:
-            rows = _one_by_one(mine, way) if len(mine) > 1 else [(mine[0], str(failure), None)]
+            rows = _one_by_one(mine, way, failure) if len(mine) > 1 else [(mine[0], str(failure), None)]
         else:
             rows = [(seed, _wrong([o[n] for o in by_rank]), by_rank[0][n]) for n, seed in enumerate(mine)]
         found += rows
@@ -64,7 +65,7 @@ def run_seeds(seeds: Sequence[int], way: Way) -> list[Row]:
     return found
 
 
-def _one_by_one(seeds: Sequence[int], way: Way) -> list[Row]:
+def _one_by_one(seeds: Sequence[int], way: Way, together: harness.RankFailure) -> list[Row]:
     """Which of these seeds it was that raised, died or hung; it may be none of them alone."""
     found: list[Row] = []
     for seed in seeds:
@@ -72,7 +73,7 @@ def _one_by_one(seeds: Sequence[int], way: Way) -> list[Row]:
         if way.until_wrong and found[-1][1]:
             return found
     if not any(problem for _, problem, _ in found):
-        found[-1] = (seeds[-1], f"wrong after {list(seeds[:-1])}, right alone", found[-1][2])
+        found[-1] = (seeds[-1], f"wrong after {list(seeds[:-1])}, right alone: {together}", found[-1][2])
     return found
 
 
