@@ -60,7 +60,7 @@ def model_of(count: int) -> nn.Sequential:
 
 
 def sharded_by_lamina(count: int) -> nn.Module:
-    return lamina.shard(model_of(count), "zero3", units=[Block], start="trust")
+    return lamina.shard(model_of(count), "zero3", units=[Block], transport="c10d", start="trust")
 
 
 def sharded_by_fsdp2(count: int) -> nn.Module:
