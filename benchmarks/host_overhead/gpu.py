@@ -37,6 +37,7 @@ import run
 import lamina
 import lamina.core.mesh
 import lamina.runtime.api
+from lamina.core.group_sets import GroupSet
 from lamina.core.groups import GroupMaker
 from lamina.runtime import direct
 from lamina.runtime.publishing import inbox_bytes, published_places
@@ -49,8 +50,8 @@ Step = Callable[[], None]
 
 
 class FakeGroups(GroupMaker):
-    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
-        super().__init__(ranks, me, whole_world, "fake")
+    def __init__(self, groups: GroupSet, me: int, whole_world: bool, backend: str | None) -> None:
+        super().__init__(groups, me, whole_world, "fake")
 
 
 class LocalHandle:

@@ -22,6 +22,7 @@ from torch import nn
 from lamina.checkpoint.datafile import Item
 from lamina.checkpoint.host_copy import HostCopy
 from lamina.core.control import Control, Position
+from lamina.core.groups import GroupMaker
 from lamina.errors import CheckpointError, LaminaError
 from lamina.runtime.assemble import Runtime
 
@@ -39,6 +40,7 @@ class Background:
 
     def __init__(self, runtime: Runtime) -> None:
         self._control: Control | None = None  # made by the first save
+        self._lease = runtime.mesh.share.lease  # of its group
         self.own, self.common = HostCopy(runtime.device), HostCopy(runtime.device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -127,11 +129,10 @@ def _own_control(runtime: Runtime) -> Control:
     mesh = runtime.mesh
     control = Control(None, mesh.rank, mesh.world, f"{runtime.control.name}-save")
     control.position = Position(0, "save", "save", "agrees on", "a checkpoint in the background")
-    if mesh.world > 1:
-        whole_world, ranks = mesh.world == dist.get_world_size(), sorted(mesh.global_ranks)
-        control.group = dist.new_group(
-            ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=not whole_world
-        )
+    if mesh.share.lease is not None:
+        whole_world = mesh.world == dist.get_world_size()
+        maker = GroupMaker(mesh.share.lease.groups, mesh.rank, whole_world, None)
+        control.group = maker.on_host("save", PATIENCE)
     return control
 
 

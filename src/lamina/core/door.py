@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,6 +25,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.1
 
 _attempts = itertools.count(1)
 _times_met: dict[tuple[int, ...], int] = {}
+_last_met: dict[tuple[int, ...], list[str]] = {}  # keys in the store
 _failed_tries = 0  # a rank that failed and those that waited for it count alike: their next door is another one
 Found = TypeVar("Found")
 
@@ -50,8 +51,8 @@ class Door:
             self._store.set(f"failure {self._attempt} {number}", said)
             raise
 
-    def meet(self, ranks: tuple[int, ...]) -> None:
-        """Return when all ranks have come.
+    def meet(self, ranks: tuple[int, ...], offers: Sequence[str] = ()) -> list[str]:
+        """Return when all ranks have come: those of this rank's offers that all others make as well, sorted.
 
         Raises:
             LaminaError: that of a rank that cannot come.
@@ -63,12 +64,24 @@ class Door:
         self._store.set(f"groups {key} {self._me}", str(groups))
         alike = f"alike {key} {groups}"
         self._store.add(alike, 1)
+        offered = {offer: f"offer {key} {offer}" for offer in sorted(offers)}
+        for name in offered.values():
+            self._store.add(name, 1)
         self._wait_here(key, ranks)
         watch.start().meet_neighbours()
         _times_met[ranks] = times + 1
         whole_world = len(ranks) == dist.get_world_size()
         if not whole_world and self._store.add(alike, 0) < len(ranks):
             self._raise_histories(key, ranks)
+        agreed = [offer for offer, name in offered.items() if self._store.add(name, 0) == len(ranks)]
+        self._sweep(ranks, [f"groups {key} {self._me}", alike, f"here {key}", *offered.values()])
+        return agreed
+
+    def _sweep(self, ranks: tuple[int, ...], keys: list[str]) -> None:
+        """All ranks are here, so nobody reads what they wrote when they met the time before."""
+        for key in _last_met.get(ranks, ()):
+            self._store.delete_key(key)
+        _last_met[ranks] = keys
 
     def _wait_here(self, key: str, ranks: tuple[int, ...]) -> None:
         here = self._store.add(f"here {key}", 1)
@@ -87,7 +100,10 @@ class Door:
     def _raise_failures(self, ranks: tuple[int, ...]) -> None:
         """What one of these ranks has raised in this same call."""
         global _failed_tries
-        for number in range(1, self._store.add(f"failures {self._attempt}", 0) + 1):
+        count = f"failures {self._attempt}"
+        if not self._store.check([count]):  # asking for the number would make the key
+            return
+        for number in range(1, self._store.add(count, 0) + 1):
             rank, kind, text = json.loads(self._store.get(f"failure {self._attempt} {number}"))
             if rank not in ranks:
                 continue

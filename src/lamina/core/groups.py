@@ -1,19 +1,22 @@
 """Process groups of one model: one for the same ranks on the same lane.
 
-Models never share groups, dear as these are. The collectives of one model follow its program on every rank; how those
-of two models interleave in one backward depends on the path that a rank takes, and on a common group they would pair
-different units (tests/parity/test_two_models.py).
+Models never share groups at the same time, dear as these are (one that comes later may take them over: group_sets.py).
+The collectives of one model follow its program on every rank; how those of two models interleave in one backward
+depends on the path that a rank takes, and on a common group they would pair different units
+(tests/parity/test_two_models.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from lamina.core.group_sets import GroupSet
 from lamina.core.strategy import Level
 from lamina.core.watch_evidence import OUR_GROUPS
 from lamina.errors import TransportError, UsageError
@@ -24,10 +27,15 @@ NCCL_MAX_BLOCKS = 16
 
 @contextlib.contextmanager
 def naming_the_network() -> Iterator[None]:
-    """Where Gloo's ranks do not find each other, say what to type."""
+    """Where Gloo's ranks do not find each other, or find no file number, say what to type."""
     try:
         yield
     except RuntimeError as error:
+        if "Too many open files" in str(error):
+            raise TransportError(
+                f"no file number is left for the connections of a sharded model: type `ulimit -n 4096` before you "
+                f"start the ranks, or drop models that are done. Gloo says: {error}"
+            ) from error
         if "connectFullMesh" not in str(error):
             raise
         raise TransportError(
@@ -59,9 +67,9 @@ class Group:
 class GroupMaker:
     """Groups of one mesh, asked for in the same order on every rank."""
 
-    def __init__(self, ranks: tuple[int, ...], me: int, whole_world: bool, backend: str | None) -> None:
-        self.ranks, self.me, self.whole_world, self.backend = ranks, me, whole_world, backend
-        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+    def __init__(self, groups: GroupSet, me: int, whole_world: bool, backend: str | None) -> None:
+        self.ranks, self.me, self.whole_world, self.backend = groups.ranks, me, whole_world, backend
+        self._made = groups.made
 
     def make(self, level: Level, lane: str) -> Group:
         """This rank's group of a level."""
@@ -89,24 +97,27 @@ class GroupMaker:
         """
         return "reduce" if self.backend == "nccl" else "sums"
 
-    def on_host(self, lane: str) -> dist.ProcessGroup | None:
-        """A host-side group of all data ranks."""
+    def on_host(self, lane: str, timeout: datetime.timedelta | None = None) -> dist.ProcessGroup | None:
+        """A host-side group of all data ranks; `timeout` is that of all models that ask for this lane."""
         if len(self.ranks) == 1:
             return None
         fake = dist.get_backend() == "fake"  # a benchmark of host time: nothing is sent
-        return self._group(sorted(self.ranks), lane, "fake" if fake else "gloo")
+        return self._group(sorted(self.ranks), lane, "fake" if fake else "gloo", timeout)
 
-    def _group(self, global_ranks: list[int], lane: str, backend: str | None) -> dist.ProcessGroup:
+    def _group(
+        self, global_ranks: list[int], lane: str, backend: str | None, timeout: datetime.timedelta | None = None
+    ) -> dist.ProcessGroup:
         if global_ranks != sorted(global_ranks):
             raise UsageError(
                 f"a group of ranks {global_ranks} is needed in this order, and torch orders groups by number: give the "
                 "mesh axes in the order ('replicate', 'shard')"
             )
-        key = (lane, tuple(global_ranks))
+        key = (lane, tuple(global_ranks), backend or "")
         if key not in self._made:
             with naming_the_network():
                 made = dist.new_group(
                     global_ranks,
+                    timeout=timeout,
                     backend=backend,
                     use_local_synchronization=not self.whole_world,
                     pg_options=_nccl_options() if backend == "nccl" else None,

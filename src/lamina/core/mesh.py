@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lamina.core.control import name_ranks
+from lamina.core.control import Control, name_ranks
 from lamina.core.door import Door
 from lamina.core.forked import refuse_in_fork
+from lamina.core.group_sets import GroupSet, Lease, check_files, free_sets, take
 from lamina.core.groups import Group, GroupMaker
 from lamina.core.shard_losses import Share
 from lamina.core.strategy import Factors, Level, Strategy, resolve
@@ -67,7 +68,13 @@ class DataRanks:
     ranks: tuple[int, ...]  # global ranks, by data rank
     rank: int  # this one, among them
     shard_size: int | None  # the mesh's "shard" axis, where there are two data axes
-    control: dist.ProcessGroup | None  # all data ranks, on the host
+    lease: Lease | None  # None: a world of one
+    is_new: bool = True  # its groups have served no other model
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """All data ranks, on the host."""
+        return None if self.lease is None else self.lease.groups.control
 
 
 def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
@@ -79,11 +86,18 @@ def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     door = Door()
     door.try_to(_check_modes)
     ranks, shard_size = door.try_to(lambda: _data_ranks(mesh))
-    whole_world = len(ranks) == dist.get_world_size()
-    if dist.get_backend() != "fake":
-        door.meet(ranks)
     me = ranks.index(dist.get_rank())
-    return DataRanks(ranks, me, shard_size, GroupMaker(ranks, me, whole_world, None).on_host("control"))
+    free, agreed = {}, []
+    if dist.get_backend() != "fake" and len(ranks) > 1:
+        free = free_sets(ranks)
+        if not free:
+            door.try_to(lambda: check_files(ranks))
+        agreed = door.meet(ranks, list(free))
+    if agreed:
+        return DataRanks(ranks, me, shard_size, take(free[agreed[0]]), is_new=False)
+    groups = GroupSet(ranks)
+    groups.control = GroupMaker(groups, me, len(ranks) == dist.get_world_size(), None).on_host("control")
+    return DataRanks(ranks, me, shard_size, None if groups.control is None else take(groups))
 
 
 def resolve_on(strategy: str | Strategy, data: DataRanks) -> Factors:
@@ -94,20 +108,22 @@ def resolve_on(strategy: str | Strategy, data: DataRanks) -> Factors:
     return resolve(strategy, len(data.ranks), shard_size)
 
 
-def build_mesh(factors: Factors, data: DataRanks, device: torch.device) -> DataMesh:
-    """Create the groups of all levels; collective over the data ranks."""
+def build_mesh(factors: Factors, data: DataRanks, device: torch.device, control: Control) -> DataMesh:
+    """Create the groups of all levels, or find those that an earlier model has left; collective over the data ranks."""
     ranks, me = data.ranks, data.rank
-    if data.control is None:
+    if data.lease is None:
         one = Group(None, 1, 0)
         return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, None, None, None)
     whole_world = len(ranks) == dist.get_world_size()
-    maker = GroupMaker(ranks, me, whole_world, "nccl" if device.type == "cuda" else None)
+    if not data.is_new:
+        data.lease.groups.forget_uneven(control.exchange_text(data.lease.groups.counts()))
+    maker = GroupMaker(data.lease.groups, me, whole_world, "nccl" if device.type == "cuda" else None)
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
     shard_group = maker.make(Level(factors.optimizer, 1), maker.sums)  # `place` is that in the group, not the range
     everyone, flags = maker.everyone(), maker.on_host("flags")
-    share = Share(everyone, factors.world)
+    share = Share(everyone, factors.world, lease=data.lease)
     return DataMesh(
         factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, data.control, flags, share
     )

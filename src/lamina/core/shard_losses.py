@@ -19,7 +19,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from lamina.core.control import finish
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Parts, Shard
 from lamina.errors import ShardOpError
+
+if TYPE_CHECKING:
+    from lamina.core.group_sets import Lease
 
 COMPARED_BACKWARDS = 16
 _MOST_NOTED = 4096
@@ -60,6 +63,7 @@ class Share:
     steps: int = 0  # of optimizers, so far
     steps_sum: int = 0  # checksum of these, in any order
     settings: str = ""  # of the last one
+    lease: Lease | None = None  # of the groups: every Shard of the model holds this object
 
     def note_step(self, settings: str) -> None:
         """An optimizer steps parameters of the model."""

@@ -24,7 +24,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -151,6 +151,12 @@ class Watch:
     def meet_neighbours(self) -> None:
         """Learn who else is on this host, while the store still answers: all ranks of a model have registered."""
         self.neighbours.known = self.board.neighbours(self._identity)
+
+    def forget(self, controls: Sequence[str]) -> None:
+        """Models that all ranks have dropped: nobody will wait for them any more."""
+        for key in controls:
+            if key in self.dropped:
+                self.dropped.remove(key)
 
     def find_cause(self, waiting: Waiting, words: str) -> Verdict:
         """A connection broke: who is gone? Whoever ends says so or leaves a trace, within a moment."""

@@ -242,13 +242,19 @@ def group_counts() -> dict[str, GroupCount]:
     for pg, group_name in list(dist.distributed_c10d._world.pg_names.items()):
         name = str(group_name)
         try:
-            found[_key(pg, name)] = GroupCount(_issued(pg), name in OUR_GROUPS)
+            found[_key(pg, name)] = GroupCount(_by_torch(pg), name in OUR_GROUPS)
         except (RuntimeError, KeyError, ValueError):
             continue  # a backend that does not count, or a group that is being destroyed
     return found | {name: GroupCount(count, True) for name, count in list(BARRIERS.items())}
 
 
-def _issued(pg: Any) -> int:
+def issued_on(pg: dist.ProcessGroup) -> int:
+    """How many collectives this rank has issued on one of its groups, barriers on the device among them."""
+    key = group_key(pg)
+    return _by_torch(pg) + sum(count for name, count in list(BARRIERS.items()) if name.startswith(f"{key} "))
+
+
+def _by_torch(pg: Any) -> int:
     try:
         return pg._get_sequence_number_for_group()
     except RuntimeError:  # several backends: each counts its own

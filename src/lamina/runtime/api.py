@@ -105,6 +105,8 @@ def shard(
     global _count
     _count += 1
     control = Control(ranks.control, ranks.rank, len(ranks.ranks), str(_count))
+    if ranks.lease is not None:
+        ranks.lease.groups.used_by.append(control.key)
     chosen = together(
         control,
         lambda: _check_arguments(
@@ -118,7 +120,7 @@ def shard(
     factors = together(control, lambda: resolve_on(strategy, ranks))
     together(control, lambda: check_halves(chosen, factors, transport))
     device = _device_of(model, mesh)
-    data = build_mesh(factors, ranks, device)
+    data = build_mesh(factors, ranks, device, control)
     blueprint = together(control, lambda: _plan(model, data, units, chosen, slots, replicate, ignore, entry_points))
     check_same_text(control, "models", blueprint.text() + ([] if start != "check" else _whereabouts(model)))
     real = [(name, p) for name, p in model.named_parameters() if not p.is_meta]

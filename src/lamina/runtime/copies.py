@@ -71,6 +71,8 @@ def revive(model: nn.Module, old: Runtime) -> None:
         _remove_placeholders(module)
     with torch.inference_mode(False), torch.no_grad():
         control = Control(old.control.group, old.mesh.rank, old.mesh.world, f"copy-{old.control.name}-{next_copy()}")
+        if old.mesh.share.lease is not None:
+            old.mesh.share.lease.groups.used_by.append(control.key)
         units = build_units_of_copy(model, old)
         peers = None
         if old.transport == "peer":

@@ -69,7 +69,8 @@ class SymmetricPeers:
         ]
         self._device = device
         self._names = [f"{group_key(group.pg)} barriers of lane {channel}" for channel in CHANNELS]
-        BARRIERS.update(dict.fromkeys(self._names, 0))
+        for name in self._names:
+            BARRIERS.setdefault(name, 0)  # they go on where the group had another model's
         note_on_device(self)
 
     def data(self, place: int) -> Tensor:
