@@ -36,7 +36,7 @@ import lamina
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import measure
 from lamina.planner.measure_data import Measured
-from lamina.planner.passes import NORM_BYTES, UPDATE_BYTES
+from lamina.planner.passes import READ, UPDATED
 from lamina.planner.rates import Rates, Reached
 from lamina.planner.time import forecast_time
 from lamina.planner.workload import Choice
@@ -116,7 +116,7 @@ def forecast(way: str, measured: Measured, machine: Machine, world: int, before_
     if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
         choice = dataclasses.replace(choice, world=1, compute_bytes=4, wire_bytes=4)
-        more_bytes = measured.numel / world * BOUND_BYTES - measured.numel * (UPDATE_BYTES + NORM_BYTES)
+        more_bytes = measured.numel / world * BOUND_BYTES - measured.numel * (READ + 2 * UPDATED)
     ms = forecast_time(measured.workload, choice, machine, reached).total_ms
     return ms + Rates(machine, reached).memory_ms(more_bytes)
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from lamina.train.gpt import GPT, Shape
 from lamina.train.plan_cli import _what_if
 
 GIB = 1 << 30
+HALVED = lamina.Precision(compute=torch.bfloat16, halves=True)
 WORDS = 32768
 
 
@@ -168,6 +170,89 @@ def test_one_strategy_alone() -> None:
     forecast = lamina.plan(meta_gpt(64, 2), 4, batch=1, seq=8, strategy="zero2", recompute="full", budget=1)
     assert forecast.arguments == {"strategy": "zero2", "recompute": "full", "slots": 3}
     assert not forecast.taken.fits
+
+
+ROOMY = dataclasses.replace(load_machine("h100"), communicator_bytes=0.0)
+
+
+def test_halved_masters_are_tried_where_what_peers_read_does_not_fit() -> None:
+    """Two bytes an own element less; only peers publish, and only where they were asked for is there a choice."""
+
+    def plan(**more: Any) -> lamina.Plan:
+        return lamina.plan(meta_gpt(8192, 4), 4, **({"batch": 1, "seq": 64, "machine": ROOMY} | more))
+
+    whole, cut = (plan(strategy="zero3", **how) for how in ({"transport": "peer"}, {"precision": HALVED}))
+    saved = whole.taken.memory.state.lasting - cut.taken.memory.state.lasting
+    assert saved == pytest.approx(2 * whole.numel / 4, rel=0.02)
+    assert cut.taken.time.optimizer_ms < whole.taken.time.optimizer_ms
+    assert [rung.title for rung in plan(transport="peer").decision.rungs][1:] == ["ddp", "zero1", "zero2", "zero3"]
+    budget = int(cut.taken.memory.used_bytes / 0.95) + 1
+    taken = plan(transport="peer", budget=budget).taken
+    assert taken.title == "zero3, halved masters" and taken.choice.halved
+    for settled in ("c10d", "auto"):  # which publish nothing here
+        titles = [rung.title for rung in plan(transport=settled, budget=budget + 4 * GIB).decision.rungs]
+        assert titles[0] == "one GPU" and not any("halved" in title for title in titles)
+    alone = plan(transport="peer", budget=budget, strategy="zero3")
+    (advice,) = (text for text in alone.gains if "halves=True" in text)
+    assert advice.endswith("which fits") and not alone.taken.fits
+    wide = plan(transport="peer", budget="10GiB", strategy="zero3", precision=None)
+    assert not any("halves" in text for text in wide.gains), "the upper half of an fp32 number is no fp32 weight"
+
+
+def test_a_change_without_memory_for_it_is_not_named() -> None:
+    """Peers publish weights; where there is no room for these, halved masters make it."""
+    slow = dataclasses.replace(ROOMY, interference=1.0)
+
+    def plan(**more: Any) -> lamina.Plan:
+        return lamina.plan(
+            meta_gpt(8192, 4), 4, **({"batch": 1, "seq": 256, "strategy": "zero3", "machine": slow} | more)
+        )
+
+    def of_peers(budget: int) -> list[str]:
+        return [text for text in plan(transport="c10d", budget=budget).gains if "transport='peer'" in text]
+
+    whole, cut = (plan(**how).taken.memory.used_bytes / 0.95 for how in ({"transport": "peer"}, {"precision": HALVED}))
+    assert whole > cut
+    (free,), (tight,) = of_peers(int(whole) + 1), of_peers(int(cut) + 1)
+    assert "halves" not in free and "Precision(halves=True)" in tight
+    assert not of_peers(int(cut) - 1)
+
+
+def test_a_plan_with_halves_gives_what_shard_takes() -> None:
+    found = lamina.plan(meta_gpt(64, 2), 4, batch=1, seq=8, precision=HALVED)
+    assert [rung.title for rung in found.decision.rungs] == ["one GPU", "zero3"]
+    taken = next(rung for rung in found.decision.rungs if rung.title == "zero3")
+    made = dataclasses.replace(found, decision=dataclasses.replace(found.decision, taken=taken))
+    assert made.arguments["precision"] == lamina.Precision(compute=torch.bfloat16, halves=True)
+    assert json.loads(json.dumps(made.as_dict()))["arguments"]["precision"] == {"compute": "bf16", "halves": True}
+    assert "masters in halves" in str(made)
+    for more, said in (
+        ({"transport": "c10d"}, "type transport='peer'"),
+        ({"strategy": "zero1"}, "strategy='zero3' or 'hsdp'"),
+        ({"precision": lamina.Precision(compute=torch.float16, halves=True)}, "bfloat16"),
+        ({"transport": "pear", "precision": "bf16"}, "transport='pear'"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            lamina.plan(meta_gpt(64, 2), 4, **({"batch": 1, "seq": 8, "precision": HALVED} | more))
+
+
+def test_auto_is_forecast_as_shard_would_take_it() -> None:
+    """Peers on two GPUs where they take little, on a CPU unless slots=1; collectives where a node is too small."""
+
+    def of_zero3(gpus: int, **more: Any) -> str:
+        found = lamina.plan(meta_gpt(512), gpus, **({"batch": 1, "seq": 64, "strategy": "zero3"} | more))
+        return found.taken.choice.transport
+
+    cpu = dataclasses.replace(load_machine("h100"), device="CPU, 8 cores", memory_bytes=8e9)
+    assert [of_zero3(gpus) for gpus in (1, 2, 4, 16)] == ["c10d", "peer", "c10d", "c10d"]
+    assert of_zero3(2, machine=dataclasses.replace(load_machine("h100"), memory_bytes=1e8)) == "c10d"
+    assert [of_zero3(gpus, machine=cpu) for gpus in (4, 16)] == ["peer", "c10d"]
+    assert of_zero3(4, machine=cpu, slots=1) == "c10d" and of_zero3(4, strategy="zero2", machine=cpu) == "c10d"
+    assert of_zero3(16, strategy="hsdp", transport="peer") == "peer"
+    with pytest.raises(UsageError, match=r"transport='peer' needs .*16 ranks, and h100 has 8 .*strategy='hsdp'"):
+        of_zero3(16, transport="peer")
+    ladder = lamina.plan(meta_gpt(512), 16, batch=1, seq=64, transport="peer").decision.rungs
+    assert [r.title for r in ladder] == ["one GPU", "ddp", "zero1", "zero2", "hsdp over 8"]
 
 
 def test_a_captured_step_is_a_choice_on_gpus() -> None:

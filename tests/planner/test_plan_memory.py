@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from lamina.planner.measure import measure
 from lamina.planner.measure_data import Measured
 from lamina.planner.memory import forecast_memory
 from lamina.planner.reserved import reserve
-from lamina.planner.state import state_of
+from lamina.planner.state import State, UnitShape, state_of
 from lamina.planner.workload import Choice
 from lamina.train.gpt import GPT, Shape
 
@@ -34,11 +36,17 @@ def small_gpt() -> GPT:
     return GPT(Shape(width=24, layers=3, heads=2, length=16))
 
 
-def hold_memory(strategy: str | Strategy, precision: str | None, passes: int) -> dict[str, int]:
+HALVED = lamina.Precision(compute=torch.bfloat16, halves=True)
+
+
+def hold_memory(
+    strategy: str | Strategy, precision: str | lamina.Precision | None, passes: int, transport: str = "c10d"
+) -> dict[str, int]:
     """What a rank of a real step holds after its last backward, and its optimizer's state."""
     torch.manual_seed(0)
-    model = lamina.shard(small_gpt(), strategy=strategy, precision=precision, transport="c10d", start="trust")
-    optimizer = lamina.optim.AdamW(model.parameters())
+    model = lamina.shard(small_gpt(), strategy=strategy, precision=precision, transport=transport, start="trust")
+    assert lamina.report(model).transport == transport
+    optimizer = lamina.optim.AdamW(model.parameters(), max_norm=1.0)
     tokens = torch.zeros(2, 16, dtype=torch.long)
     most: dict[str, int] = {}
     for _ in range(2):
@@ -55,7 +63,7 @@ def hold_memory(strategy: str | Strategy, precision: str | None, passes: int) ->
 
 
 @functools.cache
-def measured_small(precision: str | None) -> Measured:
+def measured_small(precision: str | lamina.Precision | None) -> Measured:
     return measure(small_gpt(), 2, 16, precision=precision, kind="cpu")
 
 
@@ -67,6 +75,35 @@ def test_state_is_what_a_rank_allocates(strategy: str | Strategy, precision: str
     real = run_ranks(world, hold_memory, strategy, precision, passes)[0]
     units = measured_small(precision).units
     state = state_of(units, resolve(strategy, world), accumulation=passes, on_gpu=False)
+    check_state(state, real, units)
+
+
+def over_peers() -> list[Any]:
+    """Masters of other ranges than those that are published cannot be halved."""
+    alike: list[tuple[str | Strategy, int]] = [("zero3", 2), ("zero3", 3), (Strategy(2, 2, 2), 4)]
+    whole = [(*way, precision) for way in [*alike, (Strategy(2, 2, 4), 4)] for precision in (None, "bf16")]
+    return [pytest.param(*row, id=f"{row[0]}-{row[1]}-{row[2]}") for row in whole] + [
+        pytest.param(*way, HALVED, id=f"{way[0]}-{way[1]}-halves") for way in alike
+    ]
+
+
+@pytest.mark.parametrize("strategy, world, precision", over_peers())
+def test_state_over_peers_is_what_a_rank_allocates(
+    strategy: str | Strategy, world: int, precision: str | lamina.Precision | None
+) -> None:
+    """Published weights, outboxes, and masters of which one half is published."""
+    factors, halved = resolve(strategy, world), precision is HALVED
+    real = run_ranks(world, hold_memory, strategy, precision, 2, "peer")[0]
+    units = measured_small(precision).units
+    state = state_of(units, factors, accumulation=2, on_gpu=False, peers=True, halved=halved)
+    check_state(state, real, units)
+    assert state.is_one_sided and state.halved == halved
+    whole = state_of(units, factors, accumulation=2, on_gpu=False, peers=True)
+    owned = sum(s.range_numel for layout in state.layouts for s in layout.segments if s.compute is torch.bfloat16)
+    assert whole.lasting - state.lasting == (2 * owned if halved else 0)
+
+
+def check_state(state: State, real: dict[str, int], units: Sequence[UnitShape]) -> None:
     forecast = {
         "masters": state.masters,
         "gradients": sum(state.gradients),
@@ -135,12 +172,12 @@ def test_nothing_stays_alive_after_a_step() -> None:
     assert len(end.reduced) == len(measured_small(None).units)
 
 
-def gpu_rows() -> list[tuple[str, int, dict, dict]]:
+def gpu_rows(way: str) -> list[tuple[str, int, dict, dict]]:
     rows = []
     for name, tokens in (("peer_1b_2xH200", 8192), ("peer_1b_2048_2xH200", 2048)):
         data = json.loads((BENCHMARKS / "gpu_step" / "results" / f"{name}.json").read_text())
         by_way = {row["way"]: row for row in data["rows"]}
-        rows.append((name, tokens, by_way["lamina"], by_way["reference"]))
+        rows.append((name, tokens, by_way[way], by_way["reference"]))
     return rows
 
 
@@ -157,20 +194,21 @@ def measured_1b(tokens: int, recompute: str) -> Measured:
     return measure(model, tokens // 2048, 2048, precision=precision, recompute=recompute)
 
 
-def test_measured_steps_of_two_gpus() -> None:
+@pytest.mark.parametrize("transport", ["c10d", "peer"])
+def test_measured_steps_of_two_gpus(transport: str) -> None:
     """Nothing in a forecast comes from these rows but what a communicator takes. The job had built its model on the
-    device, and a communicator of its own, which the unsharded loop beside it had too."""
+    device, and a communicator of its own, which the unsharded loop beside it had too. Over peers nothing was known."""
     machine = load_machine("h200")
-    for name, tokens, row, loop in gpu_rows():
+    for name, tokens, row, loop in gpu_rows("lamina-peer" if transport == "peer" else "lamina"):
         measured = measured_1b(tokens, "none")
-        forecast = forecast_memory(measured, Choice("zero3", 2), machine)
+        forecast = forecast_memory(measured, Choice("zero3", 2, transport=transport), machine)
         assert forecast.allocated_bytes / GIB == pytest.approx(row["allocated_gib"], rel=0.001), name
         assert forecast.peak.place == "backward loss"
         found = reserve(measured, forecast.state, resolve("zero3", 2), given=True, gives_back=False)
         assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], abs=0.001), name
         beside = (forecast.used_bytes - forecast.reserved_bytes) / GIB
         own = loop["used_gib"] - loop["reserved_gib"] - machine.fixed_bytes / GIB
-        assert found.reserved_bytes / GIB + beside + own == pytest.approx(row["used_gib"], abs=1.0), name
+        assert found.reserved_bytes / GIB + beside + own == pytest.approx(row["used_gib"], abs=0.3), name
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])

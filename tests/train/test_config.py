@@ -102,6 +102,7 @@ def test_a_misspelled_flag() -> None:
         ({"lora": "16"}, ["r=16"]),
         ({"lora": "r=16"}, ["--model"]),
         ({"recompute": "some"}, ["recompute='some'"]),
+        ({"halves": True}, ["sharding.precision=fp32", "--precision bf16"]),
         ({"steps": 0}, ["optimisation.steps=0"]),
         ({"batch": 0}, ["batches.batch=0"]),
         ({"heads": -2}, ["architecture.heads=-2"]),

@@ -64,6 +64,22 @@ def test_the_same_curve_on_one_two_and_four_ranks(tmp_path: Path) -> None:
             assert apart(first, other) < tolerance
 
 
+def test_masters_in_halves(tmp_path: Path) -> None:
+    """The option reaches `lamina.shard`: steps of whole masters but for ties; who publishes nothing is told."""
+    text, curves = write_text(tmp_path), []
+    for halves in (False, True):
+        config = small(
+            text, tmp_path / f"halves-{halves}", precision="bf16", halves=halves, strategy="auto" if halves else "zero3"
+        )
+        shown = run_ranks(2, train, 2, config)[0]
+        assert ("halves need split parameters" in shown) == halves
+        curves.append(losses(tmp_path / f"halves-{halves}"))
+    assert apart(*curves) < 0.02
+    assert read_toml(tmp_path / "halves-True" / "run.toml").sharding.halves
+    refused = small(text, tmp_path / "refused", precision="bf16", halves=True, transport="c10d")
+    expect_error(2, train, 2, refused, error="UsageError", contains=["type transport='peer'"])
+
+
 def test_what_a_run_leaves_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, folder = write_text(tmp_path), tmp_path / "run"
     shown = run_ranks(2, train, 2, small(text, folder, steps=30, sample_tokens=9, trace=True))[0]

@@ -2,15 +2,17 @@
 
 A search over all settings finds a layout that nobody can explain. Here the ladder is what a person would try, simplest
 first: one GPU, ddp, zero1, zero2, zero3, hsdp, then the same again with a loss in chunks (where the loss is the
-planner's own, and so can be another), then with recomputation. The first rung that fits with a margin and is within 5 %
-of the fastest that fits is taken, and every rung says in numbers why it was or was not.
+planner's own, and so can be another), then with recomputation. Where peers were asked for and what they read does not
+fit beside the masters, the same with masters in halves. The first rung that fits with a margin and is within 5 % of the
+fastest that fits is taken, and every rung says in numbers why it was or was not.
 
 Pure: no communication, no device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lamina.errors import UsageError
@@ -18,6 +20,7 @@ from lamina.planner.machine import Machine
 from lamina.planner.measure_data import Measured
 from lamina.planner.memory import MARGIN, MemoryForecast, forecast_memory
 from lamina.planner.time import StepTime, forecast_time
+from lamina.planner.transports import can_be_halved, settled
 from lamina.planner.workload import Choice
 
 CLOSE = 0.95  # of the fastest rung's tokens a second: near enough to be taken for its simplicity
@@ -130,15 +133,31 @@ def check_gpus(gpus: int) -> None:
 def rungs_in_order(
     measured: Measured, gpus: int, machine: Machine, template: Choice, budget_bytes: int | None
 ) -> list[Rung]:
-    choices = [("one GPU", replace(template, strategy="zero3", world=1))]
-    if gpus > 1:
-        choices += [(name, replace(template, strategy=name, world=gpus)) for name in ("ddp", "zero1", "zero2", "zero3")]
-    node = machine.gpus_per_node
-    if gpus > node > 1 and gpus % node == 0:
-        choices.append((f"hsdp over {node}", replace(template, strategy="hsdp", world=gpus, shard_size=node)))
     suffix = "" if template.recompute == "none" else f", recompute {template.recompute}"
     suffix += ", chunked loss" if template.chunked_loss else ""
-    return [rung_of(title + suffix, measured, choice, machine, budget_bytes) for title, choice in choices]
+    rungs = []
+    for title, choice in _ways(measured, gpus, machine, template):
+        rungs.append(rung_of(title + suffix, measured, choice, machine, budget_bytes))
+        halved = replace(choice, halved=True)
+        is_asked = template.transport == "peer" == choice.transport and not choice.halved
+        if is_asked and not rungs[-1].fits and can_be_halved(halved, measured):
+            rungs.append(rung_of(f"{title}{suffix}, halved masters", measured, halved, machine, budget_bytes))
+    return rungs
+
+
+def _ways(measured: Measured, gpus: int, machine: Machine, template: Choice) -> Iterator[tuple[str, Choice]]:
+    """Strategies that these GPUs can run, with their transport."""
+    yield "one GPU", settled(replace(template, strategy="zero3", world=1), measured, machine)
+    titles = {name: name for name in ("ddp", "zero1", "zero2", "zero3")} if gpus > 1 else {}
+    node = machine.gpus_per_node
+    if gpus > node > 1 and gpus % node == 0:
+        titles["hsdp"] = f"hsdp over {node}"
+    for name, title in titles.items():
+        choice = replace(template, strategy=name, world=gpus, shard_size=node if name == "hsdp" else None)
+        if template.halved and not can_be_halved(choice, measured):
+            continue
+        with contextlib.suppress(UsageError):  # peers beyond a node
+            yield title, settled(choice, measured, machine)
 
 
 def rung_of(title: str, measured: Measured, choice: Choice, machine: Machine, budget_bytes: int | None = None) -> Rung:
@@ -152,6 +171,10 @@ def _more_gpus(
     """Twice as many as there are, or twice that, ...: the first that suffice; None: no number does."""
     for times in range(1, MOST_DOUBLINGS + 1):
         choice = replace(template, strategy="zero3", world=gpus << times)
+        try:
+            choice = settled(choice, measured, machine)
+        except UsageError:  # peers beyond a node
+            return None
         if forecast_memory(measured, choice, machine, budget_bytes).fits:
             return gpus << times
     return None
@@ -169,6 +192,8 @@ def _nothing_fits(
     most = ", ".join(f"{name} {size_text(size)}" for name, size in parts)
     unit, word = (2**30, "GiB") if wanted >= 2**30 else (2**20, "MiB")
     ways = [] if gpus is None else [f"--gpus {gpus}, where zero3 with full recomputation fits"]
+    if any(rung.choice.transport == "peer" and not rung.choice.halved for rung in rungs):
+        ways.append("--transport c10d, which publishes no weights")
     if measured.workload.batch > 1:
         ways.append(f"a smaller batch than {measured.workload.batch} and --accumulate")
     ways += ["a shorter --seq", f"GPUs of more memory (--budget {-(-int(wanted) // unit)}{word} or more)"]

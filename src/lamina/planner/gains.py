@@ -6,7 +6,7 @@ Pure: no communication, no device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lamina.core.strategy import resolve
@@ -24,10 +24,14 @@ def gains(
     choice: Choice,
     machine: Machine,
     others: Iterable[tuple[str, float]] = (),
+    fits: Callable[[Choice], bool] = lambda _: True,
 ) -> tuple[str, ...]:
-    """Single changes and what each would bring, the largest first; `others` in words, with their tokens a second."""
+    """Single changes and what each would bring, the largest first; `others` in words, with their tokens a second.
+
+    `fits`: whether there is memory for a choice; what has none is not named.
+    """
     found = []
-    changes = _changes(time, choice, machine)
+    changes = _changes(time, choice, machine, fits)
     tried = ((words, forecast_time(workload, changed, machine).tokens_per_s) for words, changed in changes)
     for words, tokens_per_s in itertools.chain(tried, others):
         more = tokens_per_s / time.tokens_per_s - 1
@@ -37,20 +41,30 @@ def gains(
     return tuple(text for _, text in sorted(found, reverse=True))
 
 
-def _changes(time: StepTime, choice: Choice, machine: Machine) -> Iterator[tuple[str, Choice]]:
+def _changes(
+    time: StepTime, choice: Choice, machine: Machine, fits: Callable[[Choice], bool]
+) -> Iterator[tuple[str, Choice]]:
     of = f"of {time.total_ms:.1f} ms"
     if not choice.compiled and not machine.is_cpu:
         yield "compiled units (compile=True, --compile)", replace(choice, compiled=True)
     if not choice.captured and not machine.is_cpu:
         waits = f"the device waits for the host for {time.host_ms:.1f} {of}"
         yield f"lamina.capture, or a larger batch; {waits}", replace(choice, captured=True)
-    count = choice.accumulation
-    yield (
-        f"--accumulate {2 * count}, or a larger batch; nothing hides {time.exposed_ms:.1f} {of} of collectives, "
-        f"{time.optimizer_ms:.1f} come once a step",
-        replace(choice, accumulation=2 * count),
-    )
+    count, more = choice.accumulation, replace(choice, accumulation=2 * choice.accumulation)
+    if fits(more):
+        yield (
+            f"--accumulate {2 * count}, or a larger batch; nothing hides {time.exposed_ms:.1f} {of} of collectives, "
+            f"{time.optimizer_ms:.1f} come once a step",
+            more,
+        )
     shards = resolve(choice.strategy, choice.world, choice.shard_size).params
-    if choice.transport != "peer" and not machine.is_cpu and 1 < shards <= machine.gpus_per_node:
-        slowed = f"collectives slow compute by {time.stretched_ms:.1f} {of}"
-        yield f"transport='peer' (takes memory; run on two GPUs so far); {slowed}", replace(choice, transport="peer")
+    if choice.transport == "peer" or machine.is_cpu or not 1 < shards <= machine.gpus_per_node:
+        return
+    slowed = f"collectives slow compute by {time.stretched_ms:.1f} {of}"
+    peers = replace(choice, transport="peer")
+    halved = replace(peers, halved=True)
+    if fits(peers):
+        yield f"transport='peer' (takes memory; run on two GPUs so far); {slowed}", peers
+    elif fits(halved):
+        words = "transport='peer' with Precision(halves=True) (without, there is no room; not run on GPUs so far)"
+        yield f"{words}; {slowed}", halved

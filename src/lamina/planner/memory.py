@@ -6,7 +6,7 @@ would hold at each (state.py): the largest is the peak, and it has a place.
 
 On a GPU three figures matter. *Allocated* is what tensors take. *Reserved* is what the caching allocator holds for
 them: its rules, applied to the run's list of allocations (reserved.py). *Used* adds what the process takes besides:
-context and libraries, and lamina's communicators, both of which `lamina doctor` measures.
+what it shares with peers, context and libraries, and lamina's communicators; `lamina doctor` measures the last two.
 
 Pure: no communication, no device.
 """
@@ -50,6 +50,7 @@ class MemoryForecast:
     reserved_bytes: int
     used_bytes: int
     device_bytes: int  # of the machine, or the budget
+    beside_bytes: int = 0  # shared with peers: neither allocated nor reserved in torch's words
 
     @property
     def peak(self) -> MomentMemory:
@@ -68,15 +69,15 @@ class MemoryForecast:
         """What the peak is made of, in bytes."""
         state, peak = self.state, self.peak
         parts = {
-            "weights (fp32)": state.masters,
+            "masters" if state.halved else "weights (fp32)": state.masters,
             "optimizer": state.optimizer,
             "gradients": peak.gradient_bytes,
             "slots": state.slots + state.published,
             "reduction": state.reduction + state.accumulated,
             "activations": peak.activation_bytes,
             "inputs, workspace": peak.state_bytes - state.lasting,
-            "allocator": self.reserved_bytes - peak.total_bytes,
-            "libraries": self.used_bytes - self.reserved_bytes,
+            "allocator": self.reserved_bytes + self.beside_bytes - peak.total_bytes,
+            "libraries": self.used_bytes - self.reserved_bytes - self.beside_bytes,
         }
         return {name: size for name, size in parts.items() if size}
 
@@ -91,7 +92,15 @@ def forecast_memory(
     assert measured.recompute == choice.recompute, "measured under another recomputation"
     factors = resolve(choice.strategy, choice.world, choice.shard_size)
     on_gpu = measured.kind == "cuda"
-    state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu)
+    state = state_of(
+        measured.units,
+        factors,
+        choice.slots,
+        choice.accumulation,
+        on_gpu,
+        peers=choice.transport == "peer",
+        halved=choice.halved,
+    )
     lasting = state.lasting + measured.input_bytes + (2 * WORKSPACE_BYTES if on_gpu else 0)
     moments = [
         MomentMemory(
@@ -102,22 +111,27 @@ def forecast_memory(
     gradients = sum(state.gradients)
     moments.append(MomentMemory("optimizer", lasting, gradients, 0))
     allocated = max(moment.total_bytes for moment in moments)
-    reserved, used = allocated, allocated
+    reserved, used, beside = allocated, allocated, 0
     if on_gpu:
         found = reserve(measured, state, factors, choice.accumulation)
         assert found is not None, "only a device with a limit is ever full"
         allocated, reserved = found.allocated_bytes, found.reserved_bytes
-        used = reserved + int(machine.fixed_bytes + communicators(factors) * machine.communicator_bytes)
+        beside, groups = state.shared, communicators(factors, state.is_one_sided)
+        used = reserved + beside + int(machine.fixed_bytes + groups * machine.communicator_bytes)
     device = int(machine.memory_bytes) if budget_bytes is None else budget_bytes
-    return MemoryForecast(state, tuple(moments), allocated, reserved, used, device)
+    return MemoryForecast(state, tuple(moments), allocated, reserved, used, device, beside)
 
 
-def communicators(factors: Factors) -> int:
-    """Of lamina's process groups on the device, those that this rank uses (core/mesh.py); the job's own come beside."""
+def communicators(factors: Factors, peers: bool = False) -> int:
+    """Of lamina's process groups on the device, those that this rank uses (core/mesh.py); the job's own come beside.
+
+    `peers`: what moves inside a gather group takes none.
+    """
     found: set[tuple[str, tuple[int, ...]]] = set()
+    levels = factors.levels[1:] if peers else factors.levels
     for lane, level in (
-        *(("gather", level) for level in factors.levels),
-        *(("reduce", level) for level in factors.levels),
+        *(("gather", level) for level in levels),
+        *(("reduce", level) for level in levels),
         ("reduce", factors.replicas),
         ("reduce", Level(factors.optimizer, 1)),  # of the norm
     ):

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lamina.core.strategy import Strategy
+from lamina.core.strategy import Strategy, resolve
 from lamina.errors import UsageError
-from lamina.planner.choose import Decision, Rung, check_gpus, choose, in_units, rung_of, rungs_in_order
+from lamina.planner.choose import Decision, Rung, check_gpus, choose, in_units, rung_of, rungs_in_order, size_text
 from lamina.planner.chunked import ChunkedLoss, find_head
 from lamina.planner.gains import gains
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import Loss, check_sizes, measure
 from lamina.planner.measure_data import Measured
+from lamina.planner.memory import forecast_memory
+from lamina.planner.transports import can_be_halved, check_transport, settled
 from lamina.planner.workload import Choice
-from lamina.runtime.precision import Precision, resolve_precision
+from lamina.runtime.precision import Precision, check_halves, resolve_precision
 
 SUFFIX_NAMES = "B, KiB, MiB, GiB, TiB; kB, MB, GB, TB"
 SUFFIXES = {"": 1, "b": 1} | {
@@ -32,6 +34,8 @@ CHUNKED = (
     "chunked loss is yours to write: call the output layer and the loss for a thousand tokens at a time, each in",
     "torch.utils.checkpoint, inside `with lamina.keep(head.weight):`, and plan it with loss=. `lamina train` does so.",
 )
+PEERS = "over transport='peer', which publishes weights: counted in the memory, under slots"
+HALVED = "masters in halves: Precision(compute=torch.bfloat16, halves=True), with lamina.optim.AdamW(max_norm=...)"
 COMPILED = (
     "compiled: each unit's elementwise kernels count as fused; memory is that of the step without it, which takes more"
 )
@@ -56,6 +60,7 @@ class Plan:
     units: tuple[str, ...]  # names, by their number in a step's spans
     numels: tuple[int, ...]  # of their parameters
     gains: tuple[str, ...]  # what would gain most next, the largest first
+    transport: str = "auto"  # that was asked for
 
     @property
     def taken(self) -> Rung:
@@ -65,7 +70,13 @@ class Plan:
     def arguments(self) -> dict[str, Any]:
         """What to give `lamina.shard`."""
         choice = self.taken.choice
-        given = {"strategy": choice.strategy, "recompute": choice.recompute, "slots": choice.slots}
+        given: dict[str, Any] = {
+            "strategy": choice.strategy,
+            "recompute": choice.recompute,
+            "slots": choice.slots,
+        }
+        given |= {"transport": self.transport} if self.transport != "auto" else {}
+        given |= {"precision": Precision(compute=torch.bfloat16, halves=True)} if choice.halved else {}
         return given | ({"compile": True} if choice.compiled else {})
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,6 +91,7 @@ class Plan:
                     "allocated_bytes": memory.allocated_bytes,
                     "reserved_bytes": memory.reserved_bytes,
                     "used_bytes": memory.used_bytes,
+                    "transport": rung.choice.transport,
                     "peak": memory.peak.place,
                     "parts_bytes": memory.parts(),
                     "step_ms": time.total_ms,
@@ -88,6 +100,8 @@ class Plan:
                 }
             )
         taken = {k: asdict(v) if isinstance(v, Strategy) else v for k, v in self.arguments.items()}
+        if "precision" in taken:
+            taken["precision"] = {"compute": "bf16", "halves": True}
         return {
             "model": self.model,
             "parameters": self.numel,
@@ -142,6 +156,8 @@ class Plan:
 
     def _time(self) -> list[str]:
         lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
+        if self.taken.choice.transport == "peer":
+            lines.append(f"  {HALVED if self.taken.choice.halved else PEERS}")
         if self.taken.choice.compiled:
             lines.append(f"  {COMPILED}")
         lines += [f"  {text}" for text in CAPTURED] if self.taken.choice.captured else []
@@ -168,6 +184,7 @@ def plan(
     accumulation: int = 1,
     compile: bool = False,
     capture: bool = False,
+    transport: str = "auto",
     inputs: Mapping[str, Tensor] | Sequence[Tensor] | None = None,
     loss: Loss | None = None,
     name: str | None = None,
@@ -181,7 +198,7 @@ def plan(
         machine: a shipped one ("a100-40", "a100-80", "h100", "h200"), a machine file, "here" after `lamina doctor`.
         budget: memory of one GPU instead of the machine's: bytes, or "40GiB".
         strategy: look at this one (with `recompute`) alone; None: the ladder.
-        precision, units, slots: as in `lamina.shard`.
+        precision, units, slots, transport: as in `lamina.shard`; what "auto" would take there is what is forecast.
         accumulation: micro-batches of a step.
         compile: elementwise kernels of each unit are fused. Counts in the time; memory is that of the step without it.
         capture: the step is one CUDA graph (`lamina.capture`), on GPUs. Counts in the time, as `compile` does.
@@ -194,6 +211,7 @@ def plan(
     """
     check_gpus(gpus)
     check_sizes(batch, seq)
+    check_transport(transport)
     where = machine if isinstance(machine, Machine) else load_machine(machine)
     if gpus > where.gpus_per_node and not where.network_bytes_per_s:
         raise UsageError(
@@ -235,14 +253,19 @@ def plan(
             return None
         return found if peak_bytes(found) < peak_bytes(whole) else None
 
-    compute = resolve_precision(precision).compute or torch.float32
+    chosen = resolve_precision(precision)
+    compute = chosen.compute or torch.float32
+    if chosen.halves:
+        check_halves(chosen, resolve("zero3" if strategy is None else strategy, gpus), transport)
     template = Choice(
         accumulation=accumulation,
         compiled=compile,
         captured=capture,
         slots=slots,
         compute_bytes=compute.itemsize,
-        wire_bytes=compute.itemsize,
+        wire_bytes=(chosen.wire or compute).itemsize,
+        transport="peer" if chosen.halves else transport,
+        halved=chosen.halves,
         sums="exchange" if kind == "cpu" and slots > 1 else "auto",
     )
     if strategy is None:
@@ -250,6 +273,7 @@ def plan(
     else:
         node = where.gpus_per_node if strategy == "hsdp" and gpus > where.gpus_per_node else None
         choice = replace(template, strategy=strategy, world=gpus, recompute=recompute, shard_size=node)
+        choice = settled(choice, measured(recompute), where)
         rung = rung_of(str(strategy), measured(recompute), choice, where, limit)
         decision = Decision((rung,), rung, rung)
     model_name = name or type(model).__name__
@@ -263,8 +287,26 @@ def plan(
         smaller = replace(template, accumulation=2 * accumulation)
         rungs = rungs_in_order(run("none", loss, batch // 2), gpus, where, smaller, limit)
         others = _in_smaller_batches(rungs, batch // 2)
-    gained = gains(decision.taken.time, taken.workload, choice, where, others)
-    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained)
+
+    def fits(changed: Choice) -> bool:
+        is_possible = not changed.halved or can_be_halved(changed, taken)
+        return is_possible and forecast_memory(taken, changed, where, limit).fits
+
+    gained = gains(decision.taken.time, taken.workload, choice, where, others, fits)
+    if not decision.taken.fits and not choice.halved and choice.transport == "peer":
+        gained += _saved_by_halves(decision.taken, taken, where, limit)
+    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained, transport)
+
+
+def _saved_by_halves(rung: Rung, measured: Measured, machine: Machine, limit: int | None) -> tuple[str, ...]:
+    """Where a way over peers does not fit."""
+    halved = replace(rung.choice, halved=True)
+    if not can_be_halved(halved, measured):
+        return ()
+    memory = forecast_memory(measured, halved, machine, limit)
+    saved = size_text(rung.memory.used_bytes - memory.used_bytes)
+    ending = "which fits" if memory.fits else f"{size_text(memory.missing_bytes)} too many are left"
+    return (f"{saved} less: Precision(compute=torch.bfloat16, halves=True), {ending}",)
 
 
 def _in_smaller_batches(rungs: Sequence[Rung], batch: int) -> tuple[tuple[str, float], ...]:

@@ -7,10 +7,11 @@ allocations that measuring the model has left behind (measure.py), with what the
 come and go, staging, inboxes, moments, the norm). caching_allocator.py says what that list reserves.
 
 Note [Order]
-    Where each line is from: shards and arena runtime/assemble.py; buffers of a reduction, and when a gradient may go,
-    runtime/reducing.py and gradients.py; memory of gradients runtime/unit_gradients.py (given back when a forward
-    begins that finds none); moments optim/moments.py, at the first step. torch: a workspace of a matrix library for
-    each thread and stream that calls it (aten/src/ATen/cuda/CublasHandlePool.cpp); backward has a thread of its own.
+    Where each line is from: shards and arena runtime/assemble.py, halves runtime/halved.py; buffers of a reduction, and
+    when a gradient may go, runtime/reducing.py and gradients.py; memory of gradients runtime/unit_gradients.py (given
+    back when a forward begins that finds none); moments optim/moments.py, at the first step. torch: a workspace of a
+    matrix library for each thread and stream that calls it (aten/src/ATen/cuda/CublasHandlePool.cpp); backward has a
+    thread of its own.
 
 Pure: no communication, no device.
 """
@@ -21,13 +22,22 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lamina.core.halves import PIECE_NUMEL
 from lamina.core.layout import UnitLayout
 from lamina.core.strategy import Factors
 from lamina.planner.caching_allocator import Block, CachingAllocator, DeviceFull
 from lamina.planner.measure_data import Happens, Measured
-from lamina.planner.state import ADAM_MOMENTS, FP32_BYTES, State, reduction_buffers, wide_bytes
+from lamina.planner.state import (
+    ADAM_MOMENTS,
+    FP32_BYTES,
+    REMAINDER_BYTES,
+    State,
+    may_be_halved,
+    reduction_buffers,
+    wide_bytes,
+)
 
-COMPUTE, REDUCE_LANE = 0, 1
+COMPUTE, REDUCE_LANE, GATHER_LANE = 0, 1, 2
 WORKSPACE_BYTES = 32 << 20  # that torch gives a matrix library on Hopper
 NORM_CHUNK_NUMEL = 1 << 16  # elements for which torch's norm of lists writes one partial sum
 CHECK_CHUNK_BYTES = 1 << 20  # of weights that are compared at a time, as numbers of 8 bytes
@@ -92,6 +102,7 @@ class _Run:
         self.workspaces: set[int] = set()
         self.gradients: dict[int, list[Block]] = {}  # by unit
         self.inputs: list[Block] = []
+        self.whole: list[Block] = []  # masters that the first forward halves
         self.has_moments = self.has_tried_kernel = False
         self.has_sums: set[int] = set()  # units whose micro-batches are being summed
 
@@ -103,13 +114,29 @@ class _Run:
             self._compare()
         for index, layout in enumerate(self.state.layouts):
             values = whole[index] if given else self._whole(layout)
-            self._take(segment.range_numel * segment.master.itemsize for segment in layout.segments)
+            for segment in layout.segments:
+                master = self._take([segment.range_numel * segment.master.itemsize])
+                self.whole += master if self.state.halved and may_be_halved(segment) else []
             self._give(values)
-            if self.state.published:
+            if self.state.published and not self.state.is_one_sided:
                 self._take(s.numel // self.factors.params * s.compute.itemsize for s in layout.segments)
         if given and gives_back:
             self.memory.give_back_segments()
         self._take([self.state.packing.total_bytes])
+        if self.state.halved:
+            self._take(numel * REMAINDER_BYTES for numel in self._halved_numels())
+
+    def _halved_numels(self) -> list[int]:
+        segments = (segment for layout in self.state.layouts for segment in layout.segments)
+        return [segment.range_numel for segment in segments if may_be_halved(segment)]
+
+    def _halve(self) -> None:
+        """Masters are published and cut, on either lane, a piece at a time; the memory of the whole ones goes."""
+        piece = min(PIECE_NUMEL["cuda"], max(self._halved_numels(), default=0))
+        for lane in (GATHER_LANE, REDUCE_LANE):
+            self._give([self.memory.take(piece * size, lane) for size in (1, FP32_BYTES, FP32_BYTES) if piece])
+        self._give(self.whole)
+        self.whole = []
 
     def _whole(self, layout: UnitLayout) -> list[Block]:
         return self._take(spec.numel * spec.master.itemsize for spec in layout.params)
@@ -125,6 +152,8 @@ class _Run:
 
     def step(self) -> None:
         complete = self.factors.grads == self.factors.world
+        if self.whole:
+            self._halve()
         for micro_batch in range(self.accumulation):
             before, self.inputs = self.inputs, self._take([self.measured.input_bytes])
             self._give(before)
@@ -173,7 +202,8 @@ class _Run:
         if not self.has_tried_kernel:  # the kernel that sums is tried on a few numbers, on the lane that will call it
             self.has_tried_kernel = True
             self._give([self.memory.take(FP32_BYTES, REDUCE_LANE) for _ in range(3)])
-        for role, size_bytes in reduction_buffers(layout, self.factors, self.accumulation, use_inbox=False):
+        peers = self.state.is_one_sided
+        for role, size_bytes in reduction_buffers(layout, self.factors, self.accumulation, False, peers):
             self._buffer(role, size_bytes)
         if not last and self.factors.grads != self.factors.world and index not in self.has_sums:
             self.has_sums.add(index)

@@ -24,7 +24,15 @@ from lamina.core.arena import Demand, pack
 from lamina.core.program import Op, Step, UnitTraits, plan_step
 from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine
-from lamina.planner.passes import WIDE, exchanges, gather_bytes, reduce_bytes, sent_bytes, update_bytes
+from lamina.planner.passes import (
+    WIDE,
+    exchanges,
+    gather_bytes,
+    is_published,
+    reduce_bytes,
+    sent_bytes,
+    update_bytes,
+)
 from lamina.planner.rates import Move, Rates, Reached
 from lamina.planner.timeline import LANES, Loads, Schedule, Span
 from lamina.planner.workload import Choice, UnitWork, Workload
@@ -112,10 +120,10 @@ def forecast_time(workload: Workload, choice: Choice, machine: Machine, reached:
 
     Raises `UsageError` for a strategy whose factors do not divide the world.
     """
-    if choice.transport == "peer":
+    factors = resolve(choice.strategy, choice.world, choice.shard_size)
+    if is_published(choice, factors) and not machine.is_cpu:
         machine = by_copies(machine)
     rates = Rates(machine, reached)
-    factors = resolve(choice.strategy, choice.world, choice.shard_size)
     times = unit_times(workload.units, choice, factors, rates)
     schedule = schedule_of(tuple(_shape(unit, choice, factors) for unit in workload.units), choice.slots)
     step_ms = durations(times, schedule.program.steps)
@@ -198,9 +206,9 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
         backward_ms,
         host_ms,
         backward_host_ms,
-        gather(size_bytes, factors, choice.accumulation, rates),
+        gather(size_bytes, choice, factors, rates),
         reduce(unit.trainable_numel, choice, factors, rates),
-        rates.memory_ms(gather_bytes(unit, choice, factors)),
+        rates.memory_ms(gather_bytes(unit, choice, factors, rates.machine.is_cpu)),
     )
 
 
@@ -230,21 +238,31 @@ def schedule_of(shapes: tuple[UnitShape, ...], slots: int) -> Schedule:
     return Schedule(plan_step(traits, sharing.__getitem__), sharing.__getitem__)
 
 
-def gather(size_bytes: float, factors: Factors, accumulation: int, rates: Rates) -> Move:
+def gather(size_bytes: float, choice: Choice, factors: Factors, rates: Rates) -> Move:
     """From shards to full weights; levels that only the optimizer splits are gathered once a step, not once a use."""
     parameters, *outer = factors.levels
     once = sum((rates.gather(size_bytes / level.stride, level) for level in outer), Move())
-    return rates.gather(size_bytes, parameters) + once / accumulation
+    inner = Move() if by_host(choice, factors, rates.machine) else rates.gather(size_bytes, parameters)
+    return inner + once / choice.accumulation
+
+
+def by_host(choice: Choice, factors: Factors, machine: Machine) -> bool:
+    """Peers on a CPU: each rank copies and sums in its own time, and nothing runs on a lane (passes.py)."""
+    return machine.is_cpu and is_published(choice, factors)
 
 
 def reduce(numel: float, choice: Choice, factors: Factors, rates: Rates) -> Move:
     """From full gradients to shards of their sum; levels that gradients are not split over come once a step."""
     total, summed, sent = Move(), 1, sent_bytes(choice, factors)
+    is_copied = by_host(choice, factors, rates.machine)
     for index, level in enumerate(factors.levels):
         if level.size == 1:
             continue
         size_bytes = numel * (sent if summed == 1 else WIDE) / summed
         is_exchange = summed == 1 and exchanges(choice, sent)
+        if is_copied and summed == 1:
+            summed *= level.size
+            continue
         moved = rates.exchange(size_bytes, level) if is_exchange else rates.reduce(size_bytes, level)
         total += moved / (1 if index < 2 else choice.accumulation)
         summed *= level.size
@@ -283,7 +301,7 @@ def stretch(
 def optimizer_ms(workload: Workload, choice: Choice, factors: Factors, rates: Rates) -> float:
     """AdamW over this rank's part, the norm, and what comes once a step."""
     owned = sum(unit.trainable_numel for unit in workload.units) / factors.optimizer
-    return rates.memory_ms(owned * update_bytes(choice, factors)) + rates.reached.step_ms
+    return rates.memory_ms(owned * update_bytes(choice, factors, rates.machine.is_cpu)) + rates.reached.step_ms
 
 
 def _sum_up(

@@ -25,10 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lamina.core import peer_memory
 from lamina.core.control import Control
 from lamina.core.lanes import Lane, Lanes, Mark
-from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, UnitLayout, round_up
+from lamina.core.layout import UnitLayout
 from lamina.core.mesh import DataMesh
+from lamina.core.peer_memory import AUTO_HOST_SHARE as AUTO_HOST_SHARE
+from lamina.core.peer_memory import AUTO_MOST_RANKS, AUTO_SHARE, inbox_bytes
 from lamina.core.slots import Slot
 from lamina.runtime.gathering import Gatherer, Route
 from lamina.runtime.halved import take_apart
@@ -37,35 +40,12 @@ from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
 from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, SymmetricPeers, connect_gpus
 
-AUTO_MOST_RANKS = 2  # on GPUs: what has been run on them so far
-AUTO_SHARE = 0.02  # of a GPU's memory, that `transport="auto"` spends on speed
-AUTO_HOST_SHARE = 0.25  # of what a host has left, for all ranks together
 FLAGS_PER_WORD = 62  # non-negative in an int64
 
 
 def published_places(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) -> tuple[list[list[int]], int]:
-    """Offsets in bytes by unit and segment, the same in every rank's region, and its size in bytes."""
-    places, end_bytes = [], 0
-    for layout, mesh in zip(layouts, meshes, strict=True):
-        own: list[int] = []
-        for segment in layout.segments if mesh.factors.shards_parameters else ():
-            own.append(end_bytes)
-            part_bytes = segment.compute_bytes // mesh.factors.params
-            end_bytes = round_up(end_bytes + part_bytes, SEGMENT_ALIGNMENT_BYTES)
-        places.append(own)
-    return places, end_bytes
-
-
-def inbox_bytes(layouts: Sequence[UnitLayout], wire: torch.dtype | None) -> list[int]:
-    """The largest exchange of gradients, by number of the segment."""
-    sizes: list[int] = []
-    for layout in layouts:
-        for number, segment in enumerate(layout.segments):
-            itemsize = segment.compute.itemsize if wire is None else max(wire.itemsize, segment.compute.itemsize)
-            sizes += [0] * (number + 1 - len(sizes))
-            if segment.trainable:
-                sizes[number] = max(sizes[number], segment.numel * itemsize)
-    return sizes
+    """See core/peer_memory.py."""
+    return peer_memory.published_places(layouts, [mesh.factors for mesh in meshes])
 
 
 def why_not_peers(

@@ -108,6 +108,8 @@ class Sharding:
     slots: int | None = None
     """units in memory at the same time"""
     transport: Literal["auto", "c10d", "peer"] = "auto"
+    halves: bool = False
+    """masters in 16-bit halves, of which peers read one: 2 bytes less an element (bf16, zero3 or hsdp, peers)"""
     compile: bool = False
     """compile each unit's forward"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -35,7 +35,7 @@ from lamina.train.memory import Sizes, choose_strategy, device_memory_bytes
 from lamina.train.objective import NextToken, chunks_agree
 from lamina.train.packing import pack
 from lamina.train.pretrained import Pretrained, check_reading, fill, open_pretrained
-from lamina.train.resolve import recompute_of, with_steps
+from lamina.train.resolve import precision_of, recompute_of, with_steps
 from lamina.train.sampling import Bytes, Codec, Words
 from lamina.train.separation import check_separation
 
@@ -203,6 +203,8 @@ def _with_strategy(config: Config, sizes: Sizes, control: Control, device: torch
     shards = config.sharding
     if shards.strategy != "auto":
         return config, SPLIT[shards.strategy or "zero3"]
+    if shards.halves:
+        return replace(config, sharding=replace(shards, strategy="zero3")), "halves need split parameters"
     here = device_memory_bytes(device, control.world)
     least_bytes = min(row[0] for row in control.exchange([here]))
     strategy, why = choose_strategy(sizes, control.world, least_bytes)
@@ -214,7 +216,7 @@ def _shard(model: nn.Module, config: Config) -> None:
     shard(
         model,
         shards.strategy or "zero3",
-        precision="bf16" if shards.precision == "bf16" else None,
+        precision=precision_of(config),
         recompute=recompute_of(config),
         slots=shards.slots,
         transport=shards.transport,

@@ -19,7 +19,7 @@ from lamina.planner.plan import Plan, plan
 from lamina.train.compare import compare, config_of_pass, machine_for, open_run
 from lamina.train.config import Config, StrategyName, read_toml, to_toml
 from lamina.train.planned import Planned, open_planned
-from lamina.train.resolve import Machine, recompute_of, resolve
+from lamina.train.resolve import Machine, precision_of, recompute_of, resolve
 
 MACHINE = "h100"
 
@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, help="tokens of a sequence (2048)")
     add("--accumulate", type=int, help="micro-batches of a step (1)")
     add("--precision", choices=("bf16", "fp32"), help="of forward and backward (bf16)")
+    add("--transport", choices=("auto", "c10d", "peer"), help="how bytes move, as in lamina.shard (auto)")
+    add("--halves", action="store_true", help="masters in halves: Precision(halves=True), over peers")
     add("--compile", action="store_true", help="units are compiled: counts in the time, not in the memory")
     add("--budget", help="memory of one GPU instead of the machine's, such as 40GiB")
     add("--what-if", default="", metavar="gpus=64,machine=h200", help="the same with other GPUs, either or both")
@@ -67,7 +69,10 @@ def _compare(options: argparse.Namespace) -> int:
     """What was forecast beside what was traced, in words, a table and a picture."""
     unused = {"MODEL": "model"} | {
         f"--{name}": name.replace("-", "_")
-        for name in ("gpus", "batch", "seq", "accumulate", "precision", "compile", "budget", "what-if", "save")
+        for name in (
+            *("gpus", "batch", "seq", "accumulate", "precision", "compile", "budget", "what-if", "save"),
+            *("transport", "halves"),
+        )
     }
     for word, name in unused.items():
         if getattr(options, name):
@@ -143,10 +148,11 @@ def forecast(
         budget=budget,
         strategy=strategy,
         recompute=recompute_of(config),
-        precision="bf16" if config.sharding.precision == "bf16" else None,
+        precision=precision_of(config),
         slots=config.sharding.slots or 3,
         accumulation=batches.accumulate,
         compile=config.sharding.compile,
+        transport=config.sharding.transport,
         loss=opened.loss,
         name=opened.name,
     )
@@ -183,7 +189,13 @@ def _complete(config: Config, options: argparse.Namespace) -> Config:
     seq = options.seq if options.seq is not None else batches.length or 2048
     batches = replace(batches, batch=batch, length=seq, accumulate=accumulate)
     precision = options.precision or config.sharding.precision or "bf16"
-    sharding = replace(config.sharding, precision=precision, compile=options.compile or config.sharding.compile)
+    sharding = replace(
+        config.sharding,
+        precision=precision,
+        compile=options.compile or config.sharding.compile,
+        transport=options.transport or config.sharding.transport,
+        halves=options.halves or config.sharding.halves,
+    )
     config = replace(config, batches=batches, sharding=sharding)
     if options.model is None and config.model is None:
         unit = max(1, per_pass)
@@ -201,7 +213,13 @@ def config_text(config: Config, opened: Planned, made: Plan) -> str:
     taken, batches = made.taken.choice, config.batches
     assert batches.batch is not None
     strategy = cast(StrategyName, taken.strategy)
-    sharding = replace(config.sharding, strategy=strategy, recompute=str(taken.recompute), slots=taken.slots)
+    sharding = replace(
+        config.sharding,
+        strategy=strategy,
+        recompute=str(taken.recompute),
+        slots=taken.slots,
+        halves=taken.halved,
+    )
     whole = replace(batches, batch=batches.batch * taken.world * batches.accumulate)
     return to_toml(replace(config, model=opened.for_config, batches=whole, sharding=sharding))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from lamina.errors import UsageError
+from lamina.runtime.precision import Precision
 from lamina.train.config import Architecture, Config
 from lamina.train.lora import read_rank
 
@@ -120,6 +123,20 @@ def _check(config: Config, machine: Machine) -> None:
         if config.model is None:
             raise UsageError("--lora needs --model: adapters are trained beside a model that stays as it is")
     recompute_of(config)
+    precision_of(config)
+
+
+def precision_of(config: Config) -> str | Precision | None:
+    """The argument of `lamina.shard`."""
+    shards = config.sharding
+    if not shards.halves:
+        return "bf16" if shards.precision == "bf16" else None
+    if shards.precision != "bf16":
+        raise UsageError(
+            f"sharding.halves=true and sharding.precision={shards.precision}: the upper half of an fp32 master is a "
+            "bf16 weight. Type --precision bf16, or leave --halves out"
+        )
+    return Precision(compute=torch.bfloat16, halves=True)
 
 
 def recompute_of(config: Config) -> str | int:

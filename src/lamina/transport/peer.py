@@ -30,20 +30,18 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from lamina.core.control import Control, name_ranks
-from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, round_up
 from lamina.core.mesh import DataMesh
+from lamina.core.peer_memory import Outbox, place_outboxes
 from lamina.errors import TransportError
 from lamina.transport.host_memory import available_bytes
 from lamina.transport.shared_memory import OwnRegion, PeerRegion, Ticket
 
 SHORTEST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 1e-3
-TURNS = 2  # outboxes of one segment number
 LIVENESS_CHECK_S = 0.05  # how often a waiting rank looks whether its peers still live
 
 
@@ -53,23 +51,6 @@ class Counter(enum.IntEnum):
     ARRIVED = 8
     PUBLISHED = 16
     OFFERED = 24  # see pulled.py
-
-
-@dataclass(frozen=True)
-class Outbox:
-    """Where in every rank's region what it offers to its peers lies: `TURNS` times a part for each."""
-
-    start_bytes: int
-    exchange_bytes: int  # of the largest exchange
-
-
-def place_outboxes(exchange_bytes: Sequence[int], members: int, start_bytes: int) -> tuple[list[Outbox], int]:
-    """One for each number of a segment, and where the last one ends."""
-    outboxes = []
-    for size_bytes in exchange_bytes:
-        outboxes.append(Outbox(round_up(start_bytes, SEGMENT_ALIGNMENT_BYTES), size_bytes))
-        start_bytes = outboxes[-1].start_bytes + TURNS * (size_bytes // members) * (members - 1)
-    return outboxes, start_bytes
 
 
 class Peers:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from lamina.core.control import name_ranks
 from lamina.core.groups import Group
+from lamina.core.peer_memory import TURNS
 from lamina.errors import Disagreement
 from lamina.transport.c10d import C10d
-from lamina.transport.peer import TURNS, Counter, EpochWait, Peers, fence
+from lamina.transport.peer import Counter, EpochWait, Peers, fence
 
 TAGS = 64  # index of the first tag in a region's header
 RECENT = 64  # tags that are kept

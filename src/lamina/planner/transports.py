@@ -1,0 +1,70 @@
+"""Over which transport a way to run would move its bytes: what `lamina.shard` goes by, asked before there are ranks.
+
+`shard(transport="auto")` looks at the ranks it finds: who is on whose host, and what memory is left. Of a machine file
+the same questions can be asked: how many devices a node has, and how much memory.
+
+Pure: no communication, no device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_MOST_RANKS, AUTO_SHARE
+from lamina.core.strategy import Factors, resolve
+from lamina.errors import UsageError
+from lamina.planner.machine import Machine
+from lamina.planner.measure_data import Measured
+from lamina.planner.state import may_be_halved, state_of
+from lamina.planner.workload import Choice
+
+ASKED = ("auto", "c10d", "peer")
+
+
+def check_transport(transport: str) -> None:
+    if transport not in ASKED:
+        raise UsageError(f"transport={transport!r}: use {', '.join(map(repr, ASKED[:-1]))} or {ASKED[-1]!r}")
+
+
+def settled(choice: Choice, measured: Measured, machine: Machine) -> Choice:
+    """The choice with the transport that it would get: "c10d" or "peer". One rank has none, and halves nothing.
+
+    Raises `UsageError` where peers are asked for and a gather group is larger than a node.
+    """
+    factors = resolve(choice.strategy, choice.world, choice.shard_size)
+    if factors.world == 1:
+        return replace(choice, transport="c10d", halved=False)
+    if not factors.shards_parameters or choice.transport == "c10d":
+        return replace(choice, transport="c10d")
+    inside = factors.params <= machine.gpus_per_node
+    if choice.transport == "peer" or choice.halved:
+        if not inside:
+            raise UsageError(
+                f"transport='peer' needs all ranks of a gather group on one host: {factors.params} ranks, and "
+                f"{machine.name} has {machine.gpus_per_node} devices a node; type transport='c10d', or "
+                "strategy='hsdp' to keep each gather group on one host"
+            )
+        return replace(choice, transport="peer")
+    return replace(choice, transport="peer" if inside and _takes_peers(choice, factors, measured, machine) else "c10d")
+
+
+def _takes_peers(choice: Choice, factors: Factors, measured: Measured, machine: Machine) -> bool:
+    """As `why_not_peers` of runtime/publishing.py has it, on GPUs that reach each other."""
+    if machine.is_cpu and choice.slots == 1:
+        return False
+    if not machine.is_cpu and choice.world > AUTO_MOST_RANKS:
+        return False
+    on_gpu = measured.kind == "cuda"
+    state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu, peers=True)
+    if machine.is_cpu:
+        return state.shared * factors.params <= AUTO_HOST_SHARE * machine.memory_bytes * machine.gpus_per_node
+    return state.shared <= AUTO_SHARE * machine.memory_bytes
+
+
+def can_be_halved(choice: Choice, measured: Measured) -> bool:
+    """Whether `Precision(halves=True)` is allowed there (runtime/precision.py, `check_halves`) and saves anything."""
+    factors = resolve(choice.strategy, choice.world, choice.shard_size)
+    if not factors.shards_parameters or factors.optimizer != factors.params or choice.captured:
+        return False
+    trained = [spec for unit in measured.units for spec in unit.params if spec.trainable]
+    return any(may_be_halved(spec) for spec in trained)
