@@ -29,6 +29,7 @@ from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
 from lamina.checkpoint.datafile import STAGING_BYTES
 from lamina.checkpoint.foreign import Hints
+from lamina.checkpoint.huggingface import HuggingFaceSource
 from lamina.checkpoint.matching import Differences, Matched, check_copies, match
 from lamina.checkpoint.opening import open_source
 from lamina.checkpoint.optimizer_load import OptimizerPlan, plan_optimizer
@@ -131,7 +132,8 @@ class Loading:
 
     def _settle(self, what: str, differences: Differences, strict: bool, whose: str = "") -> None:
         if strict:
-            differences.raise_if_any(what, "lamina.load(..., strict=False) takes what fits and lists the rest")
+            cure = "lamina.load(..., strict=False) takes what fits and lists the rest"
+            differences.raise_if_any(what, _cure_of_names(self.source, self.model) or cure)
         elif differences:
             self.skipped.append(f"{whose}{differences}")
 
@@ -179,3 +181,15 @@ class Loading:
                 module.set_extra_state(beside["modules"][name])
         if "random" in beside:
             restore_random_states(beside["random"], self.runtime.device)
+
+
+def _cure_of_names(source: Source, model: nn.Module) -> str:
+    """For folders of a library that gives tensors other names, or other shapes, as it reads them; "": it is none."""
+    if not isinstance(source, HuggingFaceSource) or not hasattr(model, "from_pretrained"):
+        return ""
+    title = type(model).__name__
+    return (
+        f"if these are names of the hub, which transformers changes as it reads, type "
+        f"`model = {title}.from_pretrained({str(source.where)!r})` and then lamina.shard(model); else "
+        "lamina.load(..., strict=False) takes what fits and lists the rest"
+    )
