@@ -32,7 +32,7 @@ from lamina.planner.time import forecast_time
 from lamina.planner.workload import Choice, MatrixProduct, UnitWork, Workload
 from lamina.runtime.environment import initialise_distributed
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3 peer")  # the last as `transport="auto"` takes it on one host
 WIDTH, HIDDEN, BLOCKS = 512, 2048, 6
 CASES = ((32, 1), (32, 4), (512, 1))  # tokens a rank and micro-batch, micro-batches
 DIFFERENT = 0.05  # times nearer than this have no order
@@ -101,10 +101,14 @@ def work(rounds: int) -> tuple[dict[str, Measured], Times]:
     return rates, dict(zip(found, zip(wall.tolist(), cpu_ms.tolist(), strict=True), strict=True))
 
 
+def transport_of(strategy: str) -> str:
+    return "peer" if strategy.endswith(" peer") else "c10d"
+
+
 def stepper(strategy: str):
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
-    lamina.shard(model, strategy, units=[Block], transport="c10d")
+    lamina.shard(model, strategy.split()[0], units=[Block], transport=transport_of(strategy))
     optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(tokens: int, count: int) -> None:
@@ -144,7 +148,15 @@ def main() -> None:
     for tokens, count in CASES:
         forecasts = {}
         for name in STRATEGIES:
-            choice = Choice(name, options.ranks, accumulation=count, compute_bytes=4, wire_bytes=4, sums="exchange")
+            choice = Choice(
+                name.split()[0],
+                options.ranks,
+                accumulation=count,
+                compute_bytes=4,
+                wire_bytes=4,
+                sums="exchange",
+                transport=transport_of(name),
+            )
             forecasts[name] = [forecast_time(workload(tokens), choice, m, CPU).total_ms for m in machines.values()]
             pairs = zip(times[name, tokens, count], forecasts[name], strict=True)
             lines.append(f"| {tokens} x {count} | {name} | {' | '.join(f'{a:.1f} | {b:.1f}' for a, b in pairs)} |")

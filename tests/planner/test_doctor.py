@@ -8,13 +8,15 @@ import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness import run_ranks
 from lamina.errors import LaunchError
-from lamina.planner import doctor, doctor_load
+from lamina.planner import doctor, doctor_load, doctor_measure
 from lamina.planner.doctor_facts import DeviceFacts, Facts, collect_facts, warnings_of
 from lamina.planner.doctor_load import Load, busy_ms
 from lamina.planner.doctor_machine import LINKS, bus_bytes, fit_link, known_machine, machine_of, plain_rate
@@ -58,6 +60,24 @@ def test_two_ranks_measure_links_and_transports(measured: Measured) -> None:
     assert [p.dtype_bytes for p in measured.products] == [2, 4]
     assert all(p.ms > 0 for p in (*measured.products, *measured.collectives))
     assert (measured.fixed_bytes, measured.communicator_bytes) == (100, 7)
+
+
+def dtypes_of_sums() -> set[torch.dtype]:
+    seen: set[torch.dtype] = set()
+    all_reduce = dist.all_reduce
+
+    def noting(tensor: torch.Tensor) -> object:
+        seen.add(tensor.dtype)
+        return all_reduce(tensor)
+
+    with mock.patch.object(dist, "all_reduce", noting):
+        doctor_measure._collectives(CpuBench(TINY), 2)
+    return seen
+
+
+def test_sums_are_measured_as_gradients_are_summed() -> None:
+    """Gloo converts 16-bit numbers one by one; lamina's sums are in fp32."""
+    assert run_ranks(2, dtypes_of_sums) == [{torch.float32}] * 2
 
 
 def unknown_transport() -> str:

@@ -72,6 +72,58 @@ def test_products_of_experts_are_products() -> None:
     assert product == MatrixProduct(8, 8, 8, batch=3)
 
 
+class Scales(nn.Module):
+    """One number for all elements, and what a function makes of the product."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.function = nn.Parameter(torch.ones(1)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.scale)
+
+
+def added_by(function: Callable[[Tensor], Tensor], kind: str = "cuda") -> tuple[int, float, int, float]:
+    """Kernels of forward and the passes over 8 x 16 x 32 elements that they make; the same of backward."""
+    rows = torch.empty(8, 16, 32, device="meta")
+
+    def plain(model: nn.Module, given: Any) -> Tensor:
+        """Whose gradient is no number that was spread."""
+        output = model(*given)
+        return (output * torch.ones_like(output)).sum()
+
+    works = [
+        measure(Scales(f), 1, 1, inputs=[rows], loss=plain, kind=kind).workload.units[0]
+        for f in (lambda x: x, function)
+    ]
+    bare, found = works
+    assert found.backward_memory_bytes is not None and bare.backward_memory_bytes is not None
+    assert found.backward_kernel_count is not None and bare.backward_kernel_count is not None
+    return (
+        found.kernel_count - bare.kernel_count,
+        (found.forward_memory_bytes - bare.forward_memory_bytes) / rows.nbytes,
+        found.backward_kernel_count - bare.backward_kernel_count,
+        (found.backward_memory_bytes - bare.backward_memory_bytes) / rows.nbytes,
+    )
+
+
+def test_rows_are_normalised_by_one_kernel_with_and_without_weights() -> None:
+    """On a GPU: read and written once; back, two are read and one is written. What torch takes apart there, it takes
+    apart here: weights of another dtype, complex numbers; and everything on a CPU."""
+    rms_norm = nn.functional.rms_norm
+    weight = torch.ones(32, device="meta")
+    once = (1, 2.0, 1, 3.0)
+    assert added_by(lambda x: rms_norm(x, (32,))) == once
+    assert added_by(lambda x: rms_norm(x, (32,), weight)) == once
+    assert added_by(lambda x: rms_norm(x, (16, 32))) == once and added_by(lambda x: torch.rms_norm(x, [32])) == once
+    turned = added_by(lambda x: rms_norm(x.transpose(0, 1), (32,)))
+    assert turned[:2] == (2, 2 + 2 * 1.75), "the kernel wants plain rows: a copy before it"
+    assert added_by(lambda x: rms_norm(x, (32,), weight.double()))[0] > 4
+    assert added_by(lambda x: rms_norm(x, (32,)), "cpu")[0] > 4
+    with pytest.raises(UsageError, match="normalized_shape"):
+        added_by(lambda x: rms_norm(x, (31,)))
+
+
 class Gated(nn.Module):
     """Two products, a gate between them that a compiler fuses, a product behind it, a sum."""
 

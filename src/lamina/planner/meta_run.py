@@ -96,7 +96,7 @@ class KernelsOf(TorchFunctionMode):
             return _is_among(*args)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
-        if func is F.rms_norm and self.kind == "cuda":
+        if func in (F.rms_norm, torch.rms_norm) and self.kind == "cuda":
             return self._rms_norm(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -141,9 +141,13 @@ class KernelsOf(TorchFunctionMode):
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        if weight is None or weight.dtype is not input.dtype or len(normalized_shape) != 1:
+        """As torch chooses it (aten/src/ATen/native/layer_norm.cpp): one kernel, with or without weights, unless these
+        are of another dtype, or numbers are complex."""
+        if (weight is not None and weight.dtype is not input.dtype) or input.is_complex():
             return func(input, normalized_shape, weight, eps)
-        return _FusedNorm.apply(input, weight)
+        if tuple(input.shape[-len(normalized_shape) :]) != tuple(normalized_shape):
+            return func(input, normalized_shape, weight, eps)  # which says what is wrong
+        return _FusedNorm.apply(input, weight, len(normalized_shape))
 
 
 def _is_among(values: Tensor, element: Any) -> bool:
@@ -158,15 +162,24 @@ class _FusedNorm(torch.autograd.Function):
     """What the GPU's kernel for rms_norm takes, moves and saves; on meta, torch would take it apart."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        scale = torch.empty((*input.shape[:-1], 1), dtype=torch.float32, device=input.device)
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        """`dims`: at the end, that are normalised together."""
+        rows = input.shape[: input.dim() - dims]
+        wide = torch.promote_types(input.dtype, torch.float32)
+        scale = torch.empty((*rows, *[1] * dims), dtype=wide, device=input.device)
         ctx.save_for_backward(input, weight, scale)
-        return torch.neg(input)  # one pass to read, one to write
+        ctx.rows = len(rows)
+        return torch.neg(input.contiguous())  # one pass to read, one to write; the kernel wants plain rows
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         input, weight, _ = ctx.saved_tensors
-        return torch.mul(gradients[0], input), gradients[0].flatten(0, -2).sum(0).to(weight.dtype)
+        gradient = gradients[0].contiguous()
+        result = torch.mul(gradient, input.contiguous())
+        if weight is None or not ctx.needs_input_grad[1]:
+            return result, None, None
+        of_rows = gradient.flatten(0, ctx.rows - 1) if ctx.rows else gradient[None]
+        return result, of_rows.sum(0).to(weight.dtype), None
 
 
 class LiveBytes(TorchDispatchMode):
