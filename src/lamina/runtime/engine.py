@@ -128,8 +128,8 @@ class Engine:
         """The root's forward has returned or raised: issue what this rank has skipped, and agree on the end."""
         phase = self.current()
         self._close(phase)
-        if not (phase.key.grad or self.lanes.is_recording):
-            self.lanes.join()  # casts that this rank did not wait for read masters, which may be edited now
+        if not self.lanes.is_recording:
+            self.lanes.join()  # casts that this rank did not wait for read masters, which may be written now
 
     def _close(self, phase: Phase) -> None:
         self._issue(phase, len(phase.steps))

@@ -103,7 +103,8 @@ class Reducer:
         """A place beside the weights for a unit's gradients, written on the reduce lane."""
         self.finish()
         if unit.index not in self._stagings:
-            self._stagings[unit.index] = self._make_staging(unit)
+            with self.lanes.reduce.running():  # whose memory it is: a smaller one that it replaces may be in use there
+                self._stagings[unit.index] = self._make_staging(unit)
         return self._stagings[unit.index]
 
     def _make_staging(self, unit: Unit) -> Staging:

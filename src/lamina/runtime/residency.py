@@ -122,7 +122,8 @@ class Residency:
                 unit.swap_out()
                 unit.windows = 0
             for slot in unit.slots:
-                slot.pins = 0
+                if slot.pins:
+                    slot.pins, slot.freed = 0, self.lanes.compute.mark()
                 for full in slot.fulls:
                     full.grad = None
                 self.gatherer.finish(slot)
