@@ -23,6 +23,7 @@ from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_cas
 from fuzz.hooks import add_hooks
 from fuzz.models import WIDTH, RandomModel, Skipped
 from fuzz.plain import Plain
+from lamina.runtime.assemble import RUNTIMES
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
 LATE_S = 0.01
@@ -64,7 +65,6 @@ class Job:
         self.plain = self.reference.masters
         if case.hooks == "before":
             add_hooks(model, case.seed)
-        lamina.debug(case.debug)
         self.model = lamina.shard(
             model,
             lamina.Strategy(*case.strategy) if isinstance(case.strategy, tuple) else case.strategy,
@@ -77,7 +77,8 @@ class Job:
             replicate=case.replicate,
             ignore=ignored_of(case, model),
         )
-        lamina.debug(False)
+        if case.seed % 2:  # as on GPUs
+            RUNTIMES[self.model].engine.gives_back_gradients = True
         if case.hooks:
             add_hooks(self.reference.model, case.seed)
         if case.hooks == "after":
@@ -339,11 +340,15 @@ def play(seed: int, device: str = "cpu") -> Outcome:
     if device != "cpu":  # whose products are rounded as their addresses are aligned: with 64 bits it cannot be seen
         has_coarse = "Coarse" in RandomModel(seed).features
         case = replace(case, precision="own, wide masters" if has_coarse else "own")
-    job = Job(case, device)
-    for number in range(STEPS):
-        for what in job.case.acts[number]:
-            job.act(what)
-        job.step(number)
+    lamina.debug(case.debug)
+    try:
+        job = Job(case, device)
+        for number in range(STEPS):
+            for what in job.case.acts[number]:
+                job.act(what)
+            job.step(number)
+    finally:
+        lamina.debug(False)
     features = job.plain.features | job.case.features | ({"sums in 16 bits"} if job.rounds else set())
     return Outcome(job.case, features, job.worst, job.where, job.rounding)
 

@@ -5,7 +5,11 @@ Everything that reads gradients must find them as if their memory had stayed.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -13,11 +17,11 @@ import lamina
 from harness import run_ranks
 from lamina.runtime.assemble import RUNTIMES
 from parity.models import UNITS, build, language_batch, language_loss
-from parity.reference import TOLERANCE, Recipe, of_language, sharded
+from parity.reference import TOLERANCE, Recipe, gradient_deviation, of_language, sharded
 
 
-def giving_back(model: nn.Module, strategy: str) -> nn.Module:
-    model = lamina.shard(model, strategy, units=UNITS)
+def giving_back(model: nn.Module, strategy: str, units: Any = UNITS) -> nn.Module:
+    model = lamina.shard(model, strategy, units=units)
     RUNTIMES[model].engine.gives_back_gradients = True
     return model
 
@@ -86,3 +90,47 @@ def flat_optimizer() -> float:
 
 def test_the_flat_optimizer_finds_them() -> None:
     assert max(run_ranks(2, flat_optimizer)) == 0.0
+
+
+class Parts(nn.Module):
+    """Parameters of odd sizes, some of which a forward leaves out: what lies between them is read with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 5, dtype=torch.float64), nn.Linear(5, 3, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor, uses_bias: bool) -> Tensor:
+        hidden = torch.tanh(nn.functional.linear(x, self.first.weight, self.first.bias if uses_bias else None))
+        return self.second(hidden * self.scale)
+
+
+def norms_and_kept_gradients(strategy: str, kept: bool) -> float:
+    """Two forwards a step; gradients are cleared in place and by leaving, parameters come and go."""
+    lamina.debug(True)  # memory comes back as NaN
+    try:
+        plain = Parts()
+        model = giving_back(Parts(), strategy, units="auto")
+        worst = 0.0
+        for step in range(6):
+            data = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            with lamina.keep(model.first) if kept else contextlib.nullcontext():
+                for half in (0, 1):
+                    for m in (model, plain):
+                        loss = m(data + half, step % 3 > 0).pow(2).sum()
+                        (loss + m.first.weight.pow(2).sum() if step % 3 else loss).backward()
+            norms = [lamina.clip_grad_norm_(m, 0.1) for m in (model, plain)]
+            worst = max(worst, (norms[0] - norms[1]).abs().item())
+            worst = max(worst, gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()}))
+            for m in (model, plain):
+                m.zero_grad(set_to_none=step % 2 == 0)
+    finally:
+        lamina.debug(False)
+    return worst if worst == worst else float("inf")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_what_comes_back_is_never_read(strategy: str, kept: bool) -> None:
+    assert max(run_ranks(2, norms_and_kept_gradients, strategy, kept)) <= TOLERANCE

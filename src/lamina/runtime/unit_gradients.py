@@ -25,6 +25,7 @@ from lamina.core.layout import UnitLayout
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
+from lamina.core.slots import DebugMode
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
 from lamina.runtime.summing import make_squares, split_squares
 
@@ -45,6 +46,7 @@ class UnitGradients:
         self._locals: list[Tensor] = []  # their `.local`, where they are Shards
         self._places: list[tuple[int, int]] = []  # of views that are plain: segment, offset in bytes
         self._are_away = False  # their memory is with the allocator
+        self._gaps: list[list[Tensor]] = []  # by segment, what lies between parameters
         self.had = [False] * len(params)  # p.grad was there when the current backward first reduced
         self.valid = [False] * len(params)  # the range holds this parameter's accumulated gradient
         self.earlier: dict[int, Tensor] = {}  # kept apart while tensor hooks see the new ones
@@ -65,12 +67,11 @@ class UnitGradients:
         """Allocate the gradient ranges, once."""
         if self.ranges:
             if self._are_away:
-                for grad in self.ranges:
-                    grad.untyped_storage().resize_(grad.numel() * grad.itemsize)
-                self._are_away = False
+                self._take_back()
             return
         nothing = torch.empty(0, device=self.device)
         self.ranges = [nothing] * len(self.layout.segments)
+        self._gaps = [[] for _ in self.layout.segments]
         self.views = [nothing] * len(self.params)
         self._locals = [nothing] * sum(isinstance(param, Shard) for param in self.params)
         self._places = [(0, 0)] * (len(self.params) - len(self._locals))
@@ -84,9 +85,20 @@ class UnitGradients:
             if self.ranges and new.trainable and not old.trainable:
                 self._make_range(number)
 
+    def _take_back(self) -> None:
+        """The memory comes as the allocator has it; whoever reads a whole range finds zeros between parameters."""
+        for grad in self.ranges:
+            grad.untyped_storage().resize_(grad.numel() * grad.itemsize)
+            if DebugMode.enabled and (grad.is_floating_point() or grad.is_complex()):
+                grad.fill_(float("nan"))
+        gaps = [gap for gaps in self._gaps for gap in gaps]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        self._are_away = False
+
     def give_back(self) -> None:
         """Give the memory of gradients that nobody has any more back to the allocator, until the next reduction."""
-        if not self.ranges or self._are_away:
+        if not self.ranges or self._are_away or self.fresh:  # fresh: what p.grad was is set aside there
             return
         with AS_PLAIN():
             if any(grad is not None and type(grad) is not PendingGradient for grad in map(_grad_of, self.params)):
@@ -106,9 +118,13 @@ class UnitGradients:
         grad = torch.zeros(numel, dtype=gradient_dtype(segment.master), device=self.device)
         self.ranges[number], self.squares, self.has_squares = grad, [], False
         first = sum(len(before.params) for before in self.layout.segments[:number])
+        end, self._gaps[number] = 0, []
         for i, spec in enumerate(segment.params):
             start, stop = segment.owned(i, index) if segment.trainable else (0, 0)
             offset = segment.offset_in_range(i, index)
+            if start < stop:
+                self._gaps[number].append(grad[end:offset])
+                end = offset + stop - start
             local = grad[offset : offset + stop - start]
             param = self.params[first + i]
             if isinstance(param, Shard):
@@ -117,6 +133,7 @@ class UnitGradients:
             else:
                 self.views[first + i] = local.view(spec.shape) if segment.trainable else local
                 self._places[first + i] = number, offset * local.itemsize
+        self._gaps[number] = [gap for gap in (*self._gaps[number], grad[end:]) if gap.numel()]
 
     def note_existing(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""
