@@ -41,7 +41,7 @@ from lamina.runtime.programs import Programs
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
 from lamina.runtime.unit import Unit
-from lamina.runtime.uses import Use
+from lamina.runtime.uses import Use, end_others
 
 _forwards = itertools.count(1)
 
@@ -311,10 +311,11 @@ class Engine:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def begin_use(self, use: Use) -> None:
-        """An output's node is about to run: the unit's backward begins."""
+    def begin_use(self, use: Use, is_early: bool = False) -> None:
+        """An output's node is about to run, or (`is_early`) a hook before it: the unit's backward begins."""
         task = torch._C._current_graph_task_id()
         if use.active_in == task:
+            end_others(use, self.current().tasks[task], is_early, self._finish_use)
             return
         unit = use.unit
         use.check_weights()
@@ -326,10 +327,9 @@ class Engine:
             phase.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             Variable._execution_engine.queue_callback(lambda: self._end_task(task))
         active = phase.tasks[task]
-        for other in [u for u in active if u.opened > use.closed] if active else ():
-            self._finish_use(other)  # Note [Begin and end] 4
-        use.active_in, use.waiting = task, use.input_count
+        use.active_in, use.waiting, use.is_early = task, use.input_count, True
         active.append(use)
+        end_others(use, active, is_early, self._finish_use)
         use.slot = self.enter(unit, Op.BACKWARD, use.slot, use.reads)
 
     def end_use(self, use: Use) -> None:

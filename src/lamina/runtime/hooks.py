@@ -28,7 +28,16 @@ from lamina.runtime.lookups import reads_weights
 from lamina.runtime.phase import Phase
 from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
-from lamina.runtime.uses import Use, hides_tensors, hook_of, nodes_of_inputs, nodes_of_outputs, tensors_in
+from lamina.runtime.uses import (
+    Use,
+    count_hooks,
+    hides_tensors,
+    hook_of,
+    nodes_of_inputs,
+    nodes_of_outputs,
+    serve_hooks,
+    tensors_in,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +70,8 @@ class Frame:
     owns_phase: bool
     slots: list[Slot | None]
     inputs: list[Any]  # autograd nodes
+    tensors: list[Tensor]  # differentiable inputs
+    hooks_before: int  # that these had
     input_count: int
     error_before: BaseException | None  # being handled by the caller already
     opened: int  # number of the moment
@@ -104,8 +115,12 @@ class ModuleHooks:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
         if torch.is_grad_enabled():
             frame = self.frames[-1]
-            tensors = _below_vmap(tensors_in((args, kwargs) if kwargs else args))
-            frame.inputs, frame.input_count = nodes_of_inputs(tensors)
+            frame.tensors = [t for t in _below_vmap(tensors_in((args, kwargs) if kwargs else args)) if t.requires_grad]
+            frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
+            if len(frame.tensors) > 1:
+                for node in frame.inputs:
+                    hook_of(node, self.engine, self.engine.begin_use, self.engine.end_use)
+                frame.hooks_before = count_hooks(frame.tensors, self.engine)
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -129,7 +144,7 @@ class ModuleHooks:
         while self.frames and self.frames[-1].phase is not engine.phase:
             self.frames.pop()  # of a forward that ended without a word
         slots: list[Slot | None] = []
-        self.frames.append(Frame(module, owns, slots, [], 0, error, next(_moments), engine.phase))
+        self.frames.append(Frame(module, owns, slots, [], [], 0, 0, error, next(_moments), engine.phase))
         try:
             for unit in self.units:
                 slots.append(engine.enter(unit, Op.FORWARD))
@@ -195,6 +210,9 @@ class ModuleHooks:
                 hook_of(node, engine, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
             for node in nodes:
                 hook_of(node, engine, engine.begin_use, engine.end_use).begins.append(use)
+            if slot is not None and unit.sharded:
+                others = [t for t in tensors if t.requires_grad and t.grad_fn not in frame.inputs]
+                serve_hooks(use, frame.tensors, frame.hooks_before, others, engine, engine.begin_use)
 
     def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""

@@ -14,6 +14,9 @@ Note [Begin and end]
     3. Without such an input it ends with the graph task.
     4. By the same argument a use has ended when one begins whose forward had ended before its own began.
     5. On one node, ends come before begins: what has ended frees its slot for what begins.
+    6. Hooks of the user's may hold full weights that they found in the forward. One on an output runs before its node's
+       turn: the weights are brought before the first of them (`FirstHook`). One that the forward has hung on one of
+       several inputs may run after the end of 2 and 4: there the use ends when all inputs have passed.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Use:
         "input_count",
         "waiting",
         "active_in",
+        "is_early",
+        "waits_for_all",
         "done",
         "__weakref__",
     )
@@ -61,6 +66,8 @@ class Use:
         self.input_count = input_count  # input nodes that must pass before the end; 0: the end of the graph task
         self.waiting = 0
         self.active_in: int | None = None  # the graph task in which its backward is under way
+        self.is_early = False  # begun for a hook of the user's: Note [Begin and end] 4 is still to be done
+        self.waits_for_all = False  # whether only its inputs end it; Note [Begin and end] 6
         self.done = False
         unit.alive_uses += 1
 
@@ -95,12 +102,18 @@ class Use:
 class NodeHook:
     """All begins and ends that one sharded model has on one autograd node: the output of one may be another's input."""
 
-    __slots__ = ("begins", "ends", "begin", "end")
+    __slots__ = ("begins", "ends", "begin", "end", "handle")
 
-    def __init__(self, begin: Callable[[Use], None], end: Callable[[Use], None]) -> None:
+    def __init__(self, node: Any, begin: Callable[[Use], None], end: Callable[[Use], None]) -> None:
         self.begins: list[Use] = []
         self.ends: list[weakref.ref[Use]] = []
         self.begin, self.end = begin, end
+        self.handle = node.register_prehook(self)
+
+    @property
+    def others(self) -> int:
+        """Hooks that others have before this node."""
+        return len(self.handle.hooks_dict_ref()) - 1
 
     def __call__(self, grads: Any) -> None:
         for reference in self.ends:
@@ -115,9 +128,89 @@ def hook_of(node: Any, owner: object, begin: Callable[[Use], None], end: Callabl
     """The hook of the model run by `owner` on `node`, registered the first time."""
     hook = node.metadata.get(owner)
     if hook is None:
-        hook = node.metadata[owner] = NodeHook(begin, end)
-        node.register_prehook(hook)
+        hook = node.metadata[owner] = NodeHook(node, begin, end)
     return hook
+
+
+class FirstHook:
+    """Begins a use before hooks of the user's that stand on an output, or on its node. Note [Begin and end] 6."""
+
+    def __init__(self, use: Use, begin: Callable[[Use, bool], None]) -> None:
+        self.use, self.begin = use, begin
+        self.hooks: list[weakref.ref[dict[int, Any]]] = []  # on the output and on its node
+        self.count = 0  # of these
+
+    def __call__(self, grads: Any) -> None:
+        """Those that came since are of uses that took the output as an input: they still need their weights."""
+        self.begin(self.use, self._count() > self.count)
+
+    def stand_before(self, hooks: Sequence[weakref.ref[dict[int, Any]]], handle: Any) -> None:
+        """Before the hooks that an output and its node have; `handle`: where it has been registered."""
+        self.hooks += hooks
+        order = handle.hooks_dict_ref()
+        for key in [key for key in order if key != handle.id]:
+            order[key] = order.pop(key)  # autograd goes by the order of insertion: `move_to_end` does not change it
+        self.count = self._count()
+
+    def _count(self) -> int:
+        return sum(len(hooks) for reference in self.hooks if (hooks := reference()) is not None)
+
+
+def serve_hooks(
+    use: Use,
+    inputs: Sequence[Tensor],
+    hooks_before: int,
+    outputs: Sequence[Tensor],
+    owner: object,
+    begin: Callable[[Use, bool], None],
+) -> None:
+    """Let hooks of the user's find the weights; Note [Begin and end] 6.
+
+    Args:
+        inputs, outputs: tensors of the use that need gradients.
+        hooks_before: that the inputs had when the forward began: they know nothing of its weights.
+        owner: whose NodeHooks are on their nodes.
+        begin: of a use; True: while others that have ended go on.
+    """
+    for tensor in outputs:
+        on_node = _node_hook(tensor, owner)
+        if on_node is None or not (tensor._backward_hooks or on_node.others):
+            continue
+        first, node = FirstHook(use, begin), tensor.grad_fn
+        assert node is not None
+        handle = tensor.register_hook(first) if tensor._backward_hooks else node.register_prehook(first)
+        first.stand_before([handle.hooks_dict_ref, on_node.handle.hooks_dict_ref], handle)
+    for tensor in inputs:
+        on_node = _node_hook(tensor, owner)
+        if on_node is not None and on_node.others:
+            order = on_node.handle.hooks_dict_ref()
+            order[on_node.handle.id] = order.pop(on_node.handle.id)  # last: ends come after what others do there
+    if len(inputs) > 1 and count_hooks(inputs, owner) > hooks_before:
+        use.waits_for_all = True
+        has_leaf = any(tensor.grad_fn is None for tensor in inputs)
+        use.input_count = 0 if has_leaf else len({tensor.grad_fn for tensor in inputs})
+
+
+def count_hooks(tensors: Sequence[Tensor], owner: object) -> int:
+    """Of others, on tensors and (where `owner` has one as well) before their nodes."""
+    count = 0
+    for tensor in tensors:
+        on_node = _node_hook(tensor, owner)
+        count += len(tensor._backward_hooks or ()) + (0 if on_node is None else on_node.others)
+    return count
+
+
+def end_others(use: Use, active: Sequence[Use], is_early: bool, finish: Callable[[Use], None]) -> None:
+    """Note [Begin and end] 4, once the node's turn has come."""
+    if use.is_early and not is_early:
+        use.is_early = False
+        for other in [u for u in active if u.opened > use.closed and not u.waits_for_all]:
+            finish(other)
+
+
+def _node_hook(tensor: Tensor, owner: object) -> NodeHook | None:
+    node: Any = tensor.grad_fn
+    return None if node is None else node.metadata.get(owner)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
