@@ -97,11 +97,11 @@ def make(halves: bool, strategy: Any = "zero3", shard: Callable[..., nn.Module] 
     precision = lamina.Precision(compute=BF16, halves=halves)
     model = shard(Model(dtype=torch.float32), strategy, units=[Block], transport="peer", precision=precision)
     if not halves:
-        _let_ties_go_away(model)
+        publish_ties_away(model)
     return model
 
 
-def _let_ties_go_away(model: nn.Module) -> None:
+def publish_ties_away(model: nn.Module) -> None:
     """In a model that keeps its masters whole; all else stays torch's cast."""
     runtime = runtime_of(model)
     gatherer: Any = runtime.engine.gatherer
