@@ -58,8 +58,16 @@ class Drill:
     max_norm: float | None = None
     flat: bool = True  # lamina's optimizer
     defer: bool = False
+    debug: bool = False
 
     def __call__(self, watch: Watch) -> None:
+        lamina.debug(self.debug)
+        try:
+            self.train(watch)
+        finally:
+            lamina.debug(False)
+
+    def train(self, watch: Watch) -> None:
         torch.manual_seed(0)
         model = lamina.shard(
             Drilled(3),
@@ -141,6 +149,7 @@ DRILLS = {
     "slots=3": Drill(slots=3, precision="bf16", flat=False),
     "nested": Drill(path=NESTED),
     "nested, recomputed": Drill(path=NESTED, recompute="full", slots=2),
+    "nested, debug": Drill(path=NESTED, slots=2, debug=True),
     "wire": Drill(precision=lamina.Precision(compute=torch.bfloat16, wire=torch.float32), defer=True),
     "zero2": Drill("zero2", flat=False),
     "zero1": Drill("zero1", defer=True),

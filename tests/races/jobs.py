@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch.distributed as dist
 
+import lamina
 from fuzz import walks
 from fuzz.case import STEPS
 from fuzz.play import Job, case_of
@@ -53,32 +53,26 @@ def trace_ranks(
 
 
 def play(seed: int, watch: Watch) -> float:
-    """A random job, without debug mode, whose fills of freed slots ask a GPU's streams themselves.
-
-    Returns its largest deviation, of what may be.
-    """
-    job = Job(replace(case_of(seed, dist.get_world_size()), debug=False), "cpu")
-    for number in range(STEPS):
-        for what in job.case.acts[number]:
-            job.act(what)
-        job.step(number)
+    """A random job. Returns its largest deviation, of what may be."""
+    case = case_of(seed, dist.get_world_size())
+    lamina.debug(case.debug)
+    try:
+        job = Job(case, "cpu")
+        for number in range(STEPS):
+            for what in job.case.acts[number]:
+                job.act(what)
+            job.step(number)
+    finally:
+        lamina.debug(False)
     watch.note_names()
     return job.worst / job.case.scheme.tolerance
 
 
 def walk(seed: int, watch: Watch) -> float:
     """A random walk; see `play`."""
-    draw = walks.draw_walk
-
-    def without_debug(seed: int, world: int) -> walks.Walk:
-        return replace(draw(seed, world), debug=False)
-
-    walks.draw_walk = without_debug
-    try:
-        return walks.play(seed, "cpu") / walks.TOLERANCE
-    finally:
-        walks.draw_walk = draw
-        watch.note_names()
+    worst = walks.play(seed, "cpu") / walks.TOLERANCE
+    watch.note_names()
+    return worst
 
 
 def without_each(traces: list[Trace]) -> dict[Place, list[Race]]:

@@ -31,6 +31,7 @@ UNSEEN = {
     ("runtime/gathering.py", "Gatherer.open"): RECORDING,
     ("optim/adamw.py", "AdamW._clip_factor"): f"compute has waited for all gathers, unless {RECORDING}",
     ("runtime/halved.py", "HalvedMaster.make_halves"): "the optimizer's own kernel relies on it; others ask again",
+    ("core/slots.py", "Slot._poison"): "debug mode fills a slot on the lane that has just freed it",
     ("transport/symmetric.py", "_try_out"): "once, before there are lanes",
 }
 WALKS = (22, 31)  # of fuzz/, which copy weights to where their forward has read them

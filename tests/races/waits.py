@@ -10,7 +10,7 @@ from races.streams import ROOT
 from races.trace import Place
 
 LANES = ("lane", "compute", "gather", "reduce")
-OTHERS = {"join": ("lanes",), "meet": ("peers",), "record_stream": ("whole",)}
+OTHERS = {"join": ("lanes",), "meet": ("peers",), "record_stream": ("whole",), "wait_event": ("stream",)}
 SKIPPED = ("core/lanes.py",)  # what the lines above are made of
 
 

@@ -24,7 +24,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.core import lanes
+from lamina.core import lanes, slots
 from lamina.core.shard_tensor import Shard
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime import api, assemble, direct, hooks, recompute
@@ -311,10 +311,10 @@ def watching(trace: Trace) -> Iterator[Watch]:
     def resize(storage: torch.UntypedStorage, size_bytes: int) -> None:
         watch.resize(storage, int(size_bytes))
 
-    def mark(self: Any, stream: FakeStream, event: FakeEvent) -> None:
+    def mark(self: Any, stream: FakeStream, event: FakeEvent | None = None) -> None:
         watch.flush()
         real_mark(self, stream, event)
-        watch.marks[self.number] = event.number
+        watch.marks[self.number] = self.event.number
 
     def begin_engine(self: Engine, *args: Any, **kwargs: Any) -> None:
         real_engine(self, *args, **kwargs)
@@ -356,6 +356,7 @@ def watching(trace: Trace) -> Iterator[Watch]:
         patch.setattr(lanes, "_wait", FakeEvent.wait)
         patch.setattr(lanes.Mark, "__init__", mark)
         patch.setattr(lanes.StreamLane, "wait", lambda lane, mark: watch.wait(lane, mark))
+        patch.setattr(slots, "running_stream", lambda device: watch.cuda.current)
         patch.setattr(assemble, "Lanes", lambda device: real_lanes(FakeDevice()))  # type: ignore[arg-type]
         patch.setattr(assemble, "Reducer", make_reducer)
         patch.setattr(Gatherer, "start", lambda gatherer, unit, slot: watch.gather(gatherer, unit, slot))

@@ -124,6 +124,11 @@ class Running(contextlib.AbstractContextManager[None]):
         torch._C._cuda_setStream(*self._before.pop())
 
 
+def running_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """What work is queued on now; None on a CPU, where it runs at once."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class Lanes:
     """The lanes of one device."""
 

@@ -20,7 +20,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from lamina.core.lanes import Mark
+from lamina.core.lanes import Mark, running_stream
 from lamina.core.layout import UnitLayout
 
 
@@ -97,15 +97,15 @@ class Slot:
 
     def _poison(self) -> None:
         """Debug mode: NaN where nobody may read, in order with the work before and after it."""
-        on_gpu = self.buffer.device.type == "cuda"
-        if on_gpu and self.freed is not None:
-            torch.cuda.current_stream(self.buffer.device).wait_event(self.freed.event)
+        stream = running_stream(self.buffer.device)
+        if stream is not None and self.freed is not None:
+            stream.wait_event(self.freed.event)
         with torch.no_grad():
             for segment in self.segments:
                 if segment.is_floating_point() or segment.is_complex():
                     segment.fill_(float("nan"))
-        if on_gpu:
-            self.freed = Mark(torch.cuda.current_stream(self.buffer.device))
+        if stream is not None:
+            self.freed = Mark(stream)
 
     def take_memory(self) -> None:
         """Give an overflow slot its memory back before it is written.
