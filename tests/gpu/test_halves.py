@@ -106,9 +106,9 @@ def train(rank: int, world: int, folder: str, max_norm: float | None) -> None:
                     whole = any(unit.has_whole_masters for unit in runtime_of(model).units)
                     assert whole == (max_norm is None), "the kernel writes both halves where they lie"
                 optimizer.zero_grad()
-                if step == 3:
+                if step == 3 and max_norm is None:  # else torch's kernel would update what is held, and ours the rest
                     held = weight.local
-                if step in (4, 5):
+                if step in (4, 5) and held.numel():
                     held.add_(0.01)
                     lamina.sync(model)
                 if step == 5:
