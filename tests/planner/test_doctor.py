@@ -174,6 +174,23 @@ def test_a_healthy_machine_has_no_warnings() -> None:
     assert warnings_of(FINE) == ()
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--ranks", "two"], "--ranks: invalid int value: 'two'"),
+        (["--ranks", "0"], "--ranks 0: at least one rank"),
+        (["--rank", "2"], "unknown --rank; did you mean --ranks?"),
+        (["--save", "/"], "--save /: give the name of a file"),
+        (["--save", "/proc/version/machine.toml"], "--save /proc/version/machine.toml: "),
+    ],
+)
+def test_the_command_refuses_before_it_measures(words: list[str], said: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda ranks: pytest.fail("it measured"))
+    assert doctor.main(words) == 1
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+
+
 def test_the_command_prints_and_saves(measured: Measured, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(doctor, "launch", lambda fn, nprocs, args: measured)
     path = tmp_path / "deep" / "machine.toml"
@@ -183,7 +200,6 @@ def test_the_command_prints_and_saves(measured: Measured, tmp_path, monkeypatch,
     assert load_machine(path).matrix_points == measured.products
     assert doctor.main(["--save", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured"]["ranks"] == 2
-    assert doctor.main(["--ranks", "0"]) == 2 and "at least one rank" in capsys.readouterr().err
 
 
 def test_ranks_that_do_not_run_together_leave_one(measured: Measured, monkeypatch) -> None:

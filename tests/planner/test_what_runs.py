@@ -66,6 +66,24 @@ def experts(tokens: Tensor, x: Tensor) -> Tensor:
     return torch._grouped_mm(rows, weights, offs=ends).view_as(x)
 
 
+def counted_experts(tokens: Tensor, x: Tensor) -> Tensor:
+    """The same by hand: rows are sorted by expert, and counted."""
+    rows = x.flatten(0, -2)
+    chosen = rows.argmax(-1)
+    order = chosen.argsort()
+    ends = torch.bincount(chosen, minlength=4).cumsum(0).to(torch.int32)
+    weights = torch.empty(4, 8, 8, dtype=torch.bfloat16, device=x.device)
+    mixed = torch._grouped_mm(rows[order].bfloat16(), weights, offs=ends)
+    return torch.zeros_like(rows).index_copy(0, order, mixed.to(rows.dtype)).view_as(x)
+
+
+def test_rows_of_experts_may_be_counted() -> None:
+    (product,) = products_of(counted_experts, precision="bf16")
+    assert (product.m, product.n, product.k, product.batch) == (2, 8, 8, 4)
+    with pytest.raises(UsageError, match="cannot run without values"):
+        products_of(lambda tokens, x: x * torch.bincount(tokens.flatten()).sum())
+
+
 def test_products_of_experts_are_products() -> None:
     """24 rows over three experts, whoever takes which."""
     (product,) = products_of(experts, seq=12, precision="bf16")

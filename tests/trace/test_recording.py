@@ -145,6 +145,14 @@ def test_the_command_shows_a_trace_and_draws_a_step(tmp_path: Path, capsys: pyte
     assert picture.read_text().startswith("<?xml")
     assert main([str(tmp_path / "trace.json"), "--step", "3"]) == 1
     assert "steps 1 to 2" in capsys.readouterr().err
+    for words, said in (
+        (["--step", "one"], "--step: invalid int value: 'one'"),
+        (["--step", "2", "--picture", str(tmp_path / "one.xyz")], ".png, .svg or .pdf"),
+        (["--step", "2", "--picture", str(tmp_path / "no" / "one.png")], "in a folder that exists"),
+    ):
+        assert main([str(tmp_path / "trace.json"), *words]) == 1
+        error = capsys.readouterr().err
+        assert said in error and len(error.splitlines()) == 1
 
 
 def late(folder: Path) -> float:

@@ -7,7 +7,6 @@ doctor_machine.py; this one is the command and its report.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lamina.errors import LaunchError
+from lamina.core.options import Options, check_writable, write
+from lamina.errors import LaminaError, LaunchError, UsageError
 from lamina.launch import CPU_RANKS, launch
 from lamina.planner.doctor_facts import Facts, Finding, collect_facts, warnings_of
 from lamina.planner.doctor_machine import LINKS, bus_bytes, machine_of
@@ -129,18 +129,29 @@ def _link_lines(diagnosis: Diagnosis) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """The command; the exit code."""
-    parser = argparse.ArgumentParser(prog="lamina doctor", description="What this machine has and how fast it is.")
+    try:
+        return _examine_and_print(argv)
+    except LaminaError as error:
+        print(f"lamina doctor: {error}", file=sys.stderr)
+        return 1
+
+
+def _examine_and_print(argv: Sequence[str]) -> int:
+    parser = Options("lamina doctor", "What this machine has and how fast it is.")
     parser.add_argument("--ranks", type=int, default=None, help="ranks to measure with; default: one a GPU, or 2")
     parser.add_argument("--save", type=Path, default=None, help=f"the machine file to write; default: {OWN}")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    options = parser.parse_args(argv)
+    options = parser.read(argv)
     if options.ranks is not None and options.ranks < 1:
-        print(f"lamina: --ranks {options.ranks}: at least one rank is needed", file=sys.stderr)
-        return 2
-    diagnosis = examine(options.ranks)
+        raise UsageError(f"--ranks {options.ranks}: at least one rank is needed")
     path = options.save or OWN.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(diagnosis.machine.text(), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise UsageError(f"--save {path}: {problem.strerror}") from None
+    check_writable("--save", path, "machine.toml")
+    diagnosis = examine(options.ranks)
+    write("--save", path, diagnosis.machine.text())
     if options.json:
         print(json.dumps(asdict(diagnosis), indent=1))
     else:

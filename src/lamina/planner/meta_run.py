@@ -94,6 +94,8 @@ class KernelsOf(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__contains__:
             return _is_among(*args)
+        if func in (torch.bincount, Tensor.bincount):
+            return _rows_of_each(func, *args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         if func in (F.rms_norm, torch.rms_norm) and self.kind == "cuda":
@@ -148,6 +150,14 @@ class KernelsOf(TorchFunctionMode):
         if tuple(input.shape[-len(normalized_shape) :]) != tuple(normalized_shape):
             return func(input, normalized_shape, weight, eps)  # which says what is wrong
         return _FusedNorm.apply(input, weight, len(normalized_shape))
+
+
+def _rows_of_each(func: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """How many rows each expert gets is a value, how many experts there are is not; torch has no rule for it."""
+    if not input.is_meta or minlength < 1:
+        return func(input, weights, minlength)
+    wide = torch.int64 if weights is None else weights.dtype if weights.is_floating_point() else torch.float64
+    return torch.empty(minlength, dtype=wide, device=input.device)
 
 
 def _is_among(values: Tensor, element: Any) -> bool:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lamina.core.options import Options
 from lamina.errors import UsageError
-from lamina.trace.draw import draw_recording
+from lamina.trace.draw import draw_recording, save_picture
 from lamina.trace.recording import load_trace
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit code."""
     what = "Show what `lamina train --trace` or lamina.trace() has recorded."
-    parser = argparse.ArgumentParser(prog="lamina trace", description=what)
+    parser = Options("lamina trace", what)
     parser.add_argument("file", help="trace.json")
     parser.add_argument("--step", type=int, help="draw this one of its steps")
     parser.add_argument("--picture", help="into this .svg, .png or .pdf (default: beside the file)")
-    options = parser.parse_args(list(argv))
     try:
+        options = parser.read(argv)
         show(options.file, options.step, options.picture)
     except UsageError as error:
         print(f"lamina trace: {error}", file=sys.stderr)
@@ -38,5 +38,5 @@ def show(file: str, number: int | None, picture: str | None) -> None:
     if not 1 <= number <= len(steps):
         raise UsageError(f"--step {number}: {file} holds steps 1 to {len(steps)}")
     picture = picture or str(Path(file).with_suffix(".png"))
-    draw_recording(steps[number - 1]).savefig(picture, dpi=150)
+    save_picture(draw_recording(steps[number - 1]), picture)
     print(f"step {number}: {picture}")

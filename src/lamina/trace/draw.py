@@ -10,9 +10,11 @@ matplotlib is imported inside the functions: `import lamina` does not pay for it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.core.program import Conflicts, Op, Program
+from lamina.errors import UsageError
 from lamina.planner.timeline import COMPUTE, LANES, TYPICAL_DURATIONS_MS, Durations, Span, simulate
 from lamina.trace.recording import OPTIMIZER, WAIT, title_of
 
@@ -32,6 +34,16 @@ BAR_HEIGHT = 0.72  # of a lane
 LETTERS_UPRIGHT = 7  # as many of 8 points fit into the height of a bar where three lanes share a page
 MIB_BYTES = 2**20
 UNITS_NUMBERED = 24  # more than this and the bytes of the arena are drawn without names
+
+
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Raises `UsageError` for a place or a format that cannot be written."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as problem:
+        raise UsageError(f"picture {path}: {problem.strerror}; give a file in a folder that exists") from None
+    except ValueError as problem:  # matplotlib's word for a format that it does not know
+        raise UsageError(f"picture {path}: {problem}. Type a name that ends in .png, .svg or .pdf") from None
 
 
 def draw_program(

@@ -21,7 +21,7 @@ from lamina.planner.machine import OWN, Machine, load_machine
 from lamina.planner.plan import Plan
 from lamina.planner.rates import Reached
 from lamina.planner.timeline import COMPUTE, LANES, Span
-from lamina.trace.draw import draw_compared, exposed_gaps
+from lamina.trace.draw import draw_compared, exposed_gaps, save_picture
 from lamina.trace.recording import OPTIMIZER, WAIT, Recording, load_trace, title_of
 from lamina.train.config import Config, read_toml
 
@@ -149,7 +149,7 @@ class Comparison:
             f"{self.whole.observed_ms:.1f} ms",
         )
         figure = draw_compared(forecast_spans(self.plan), self.step, self.plan.units, titles)
-        figure.savefig(path, dpi=150)
+        save_picture(figure, path)
 
 
 def open_run(run: Path, config_file: Path | None) -> tuple[Recording, Config]:

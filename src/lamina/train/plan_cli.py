@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from lamina.core.options import Options, check_writable, write
 from lamina.errors import LaminaError, UsageError
 from lamina.planner.choose import check_gpus
 from lamina.planner.machine import OWN, load_machine, shipped_names
@@ -27,17 +27,15 @@ MACHINE = "h100"
 def main(argv: Sequence[str]) -> int:
     """`lamina plan ...`; the exit code."""
     try:
-        options, unknown = _parser().parse_known_args(list(argv))
-        if unknown:
-            raise UsageError(_unknown(unknown[0]))
+        options = _parser().read(argv)
         return _plan(options) if options.compare is None else _compare(options)
     except LaminaError as error:
         print(f"lamina plan: {error}", file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lamina plan", description="Memory and time of a run, before there is a GPU.")
+def _parser() -> Options:
+    parser = Options("lamina plan", "Memory and time of a run, before there is a GPU.")
     add = parser.add_argument
     add("model", nargs="?", help="a Hugging Face folder or config.json, the folder of a run, or module:function")
     add("--gpus", type=int, help="GPUs of the run (1)")
@@ -57,12 +55,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--picture", type=Path, help="with --compare: where both are drawn (compare.png beside the trace)")
     add("--json", action="store_true", help="plain values instead of a table")
     return parser
-
-
-def _unknown(word: str) -> str:
-    known = [option for action in _parser()._actions for option in action.option_strings]
-    near = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-    return f"unknown {word}" + (f"; did you mean {near[0]}?" if near else "; `lamina plan --help` names what there is")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -102,8 +94,8 @@ def _plan(options: argparse.Namespace) -> int:
     )
     config = Config() if options.config is None else read_toml(options.config)
     check_gpus(options.gpus)
-    if options.save is not None and (options.save.is_dir() or not options.save.absolute().parent.is_dir()):
-        raise UsageError(f"--save {options.save}: give the name of a file in a folder that exists, such as run.toml")
+    if options.save is not None:
+        check_writable("--save", options.save, "run.toml")
     others = _what_if(options.what_if, options.gpus, options.machine)
     for machine in (options.machine, *(machine for _, machine in others)):
         load_machine(machine)  # what is wrong is said before a model is built
@@ -119,10 +111,7 @@ def _plan(options: argparse.Namespace) -> int:
         for other in also:
             print(f"\nwhat if {options.what_if}: {_compared(made, other)}\n\n{other}")
     if options.save is not None:
-        try:
-            options.save.write_text(config_text(config, opened, made))
-        except OSError as problem:
-            raise UsageError(f"--save {options.save}: {problem.strerror}") from None
+        write("--save", options.save, config_text(config, opened, made))
         if not options.json:
             print(f"\nwritten: {options.save}; on {options.gpus} GPUs, `lamina train {options.save}` runs it")
     return 0
