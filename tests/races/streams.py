@@ -81,7 +81,9 @@ class FakeCuda:
     def make_stream(self, device: Any = None, priority: int = 0) -> FakeStream:
         number = len(self.streams)
         kind, turn = NAMES[1 + (number - 1) % 2], (number - 1) // 2  # each model has a pair of its own
-        self.streams.append(FakeStream(self, number, f"{kind} lane {turn or ''}of rank {self.trace.rank}"))
+        self.streams.append(
+            FakeStream(self, number, f"{kind} lane{f' {turn}' if turn else ''} of rank {self.trace.rank}")
+        )
         return self.streams[-1]
 
     def get_current(self, index: int) -> Key:

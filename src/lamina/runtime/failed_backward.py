@@ -33,7 +33,8 @@ def shut_windows() -> None:
                 if unit.windows:
                     unit.swap_out()
                     unit.windows = 0
-            engine.lanes.join()  # gathers read masters and reductions write gradients, both of which are the user's now
+            if not engine.lanes.is_recording:
+                engine.lanes.join()  # gathers read masters, reductions write gradients: both are the user's now
             engine.gradients.restore()
         elif engine.phase is None:
             engine.gradients.restore()
