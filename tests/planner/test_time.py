@@ -224,6 +224,29 @@ def test_what_the_runtime_moves_by_hand(choice: Choice, gathered: float, reduced
         assert reduce_bytes(unit, choice, factors, on_cpu=True) == pytest.approx(4 + 4 * (2 + 2 * 4) * 2 / 3 / 4)
 
 
+@pytest.mark.parametrize(
+    "choice, gathered, reduced, updated",
+    [
+        # masters are cast; gradients laid out, added row by row; update: two reads, three written where they were read
+        (Choice("zero1", 4, compute_bytes=4, wire_bytes=4, sums="exchange"), 12 / 4, 12 + 4 * 12 / 4, 8 + 24),
+        (Choice("ddp", 2, compute_bytes=4, wire_bytes=4), 0, 12 + 12, 8 + 24),
+        # what is published is copied whole, what is the others' laid out once more, and each row read where it is
+        (Choice("zero3", 4, transport="peer"), 2 + 4, 2 + 4 + 0.75 * (2 + 4) + 4 * (2 + 8) / 4, 8 + 24 + 4 + 4),
+        (Choice("zero3", 4, transport="peer", halved=True), 2 + 4, 2 + 4 + 4.5 + 10, 8 + 24 + (16 + 42) * 3 / 2),
+    ],
+)
+def test_what_a_cpu_moves_by_hand(choice: Choice, gathered: float, reduced: float, updated: float) -> None:
+    """As it fetches what it writes: a fresh write counts twice, and a copy's rate is that of three bytes for two."""
+    factors, unit = resolve(choice.strategy, choice.world, None), blocks(1, numel=1).units[0]
+    assert gather_bytes(unit, choice, factors, on_cpu=True) == pytest.approx(gathered * 2 / 3)
+    assert reduce_bytes(unit, choice, factors, on_cpu=True) == pytest.approx(reduced * 2 / 3)
+    assert update_bytes(choice, factors, on_cpu=True) == pytest.approx(updated * 2 / 3)
+    if choice.transport == "peer":  # nothing runs on a lane: the rank that gathers copies
+        cpu = dataclasses.replace(ROUND, device="CPU, 4 cores")
+        found = forecast(blocks(3), choice, cpu)
+        assert (found.gather_ms, found.reduce_ms, found.exposed_ms) == (0.0, 0.0, 0.0)
+
+
 def test_stretching_counts_each_moment_once() -> None:
     schedule = Schedule(Program.parse("AG0 FWD0 AG1 BWD0 RS0 FWD1"))
     assert stretch(schedule, [1, 10, 2, 4, 3, 5], 1.0) == pytest.approx([0, 2, 0, 0, 0, 3])

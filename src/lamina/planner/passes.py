@@ -23,9 +23,9 @@ from lamina.planner.workload import Choice, UnitWork
 WIDE = 4  # bytes of an element of masters, gradients and moments
 UPDATED = 3 * WIDE  # of an owned element AdamW writes master and moments where it has read them,
 READ = 2 * WIDE  # and the gradient is read twice: by the norm, and by the update
-HALF = 2  # bytes of either half of a master
-# Halves of a master on a CPU, by torch's operations piece by piece (core/halves.py); each reads and writes the cache
-JOINED, HALVED = 2 * HALF + 4 * WIDE, 2 * HALF + 9 * WIDE
+# Of an element on a CPU, by torch's operations piece by piece (core/halves.py): a copy and a sum; six passes. With them
+# an update is forecast to take 3.0 times that of whole masters; 2.7 were measured (docs/decisions/halves.md)
+JOINED, HALVED = 16, 42
 
 
 def is_plain(choice: Choice, factors: Factors) -> bool:
