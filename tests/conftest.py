@@ -58,6 +58,7 @@ LONGEST = (
     "test_readme.py",
     "test_examples.py",
     "test_hangs.py",
+    "test_races.py",
     "test_matrix.py",
     "test_paths.py",
     "test_structures.py",
