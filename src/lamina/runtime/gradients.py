@@ -142,8 +142,8 @@ class Gradients:
         if route is not None:
             self._reduce_directly(unit, route, gradients, slot)
             return
-        place = self.reducer.stage(unit) if slot is None else slot
         self.reducer.begin(unit)
+        place = self.reducer.stage(unit) if slot is None else slot
         with self.lanes.reduce.running(), torch.no_grad() if torch.is_grad_enabled() else NOTHING:
             # gradients are on in create_graph, and outside backwards
             self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
