@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamina
 from races.watching import Watch
@@ -59,6 +60,7 @@ class Drill:
     flat: bool = True  # lamina's optimizer
     defer: bool = False
     debug: bool = False
+    replicas: int = 1  # of hsdp
 
     def __call__(self, watch: Watch) -> None:
         lamina.debug(self.debug)
@@ -72,6 +74,7 @@ class Drill:
         model = lamina.shard(
             Drilled(3),
             self.strategy,
+            mesh=self.mesh(),
             units=["blocks.*"],
             transport=self.transport,
             slots=self.slots,
@@ -94,6 +97,10 @@ class Drill:
             optimizer.zero_grad()
             self.read(model)
         watch.note_names()
+
+    def mesh(self) -> DeviceMesh | None:
+        sizes = self.replicas, dist.get_world_size() // self.replicas
+        return None if self.replicas == 1 else init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
     def output(self, model: nn.Module, path: Sequence[int | tuple[int, int]] | None = None) -> Tensor:
         data = torch.ones(2, WIDTH, dtype=next(model.parameters()).dtype)
@@ -159,4 +166,8 @@ DRILLS = {
     "peer, slots=3": Drill(transport="peer", slots=3, precision="bf16", max_norm=1.0),
     "peer, halves": Drill(transport="peer", slots=3, precision=HALVES, max_norm=1.0),
     "peer, halves, nested": Drill(transport="peer", precision=HALVES, path=NESTED, flat=False),
+}
+ON_FOUR_RANKS = {
+    "hsdp, peer": Drill("hsdp", "peer", precision="bf16", max_norm=1.0, replicas=2),
+    "(2, 2, 4), peer": Drill(lamina.Strategy(2, 2, 4), "peer", slots=2),
 }

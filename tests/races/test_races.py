@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from races.drills import DRILLS
+from races.drills import DRILLS, ON_FOUR_RANKS
 from races.jobs import play, trace_ranks, walk
 from races.judge import Race, races_in
 from races.streams import ROOT
@@ -51,6 +51,11 @@ def check(found: list[Race]) -> None:
 @pytest.mark.parametrize("work", WORK)
 def test_no_race_is_seen(work: str) -> None:
     check(races_in(traces_of(work)))
+
+
+@pytest.mark.parametrize("work", ON_FOUR_RANKS)
+def test_no_race_is_seen_on_four_ranks(work: str) -> None:
+    check(races_in(trace_ranks(4, ON_FOUR_RANKS[work])[0]))
 
 
 def test_a_wait_that_is_left_out_is_noticed() -> None:
