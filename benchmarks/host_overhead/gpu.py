@@ -67,7 +67,9 @@ class LocalHandle:
         self.cell.zero_()
 
 
-def local_peers(control: Any, mesh: Any, layouts: Any, meshes: Any, wire: Any = None) -> SymmetricPeers:
+def local_peers(
+    control: Any, mesh: Any, layouts: Any, meshes: Any, wire: Any = None, is_auto: bool = False
+) -> SymmetricPeers:
     size_bytes = published_places(layouts, meshes)[1]
     return SymmetricPeers(mesh.gather[0], mesh.device, size_bytes, inbox_bytes(layouts, wire))
 

@@ -59,7 +59,9 @@ def shard_symmetrically(model: nn.Module, strategy: Any, **choices: Any) -> nn.M
         tensor.path = str(Path(folder[-1].name, "memory"))  # type: ignore[attr-defined]
         return tensor
 
-    def open_peers(control: Any, mesh: Any, layouts: Any, meshes: Any, wire: Any = None) -> SymmetricPeers:
+    def open_peers(
+        control: Any, mesh: Any, layouts: Any, meshes: Any, wire: Any = None, is_auto: bool = False
+    ) -> SymmetricPeers:
         size_bytes = published_places(layouts, meshes)[1]
         return SymmetricPeers(mesh.gather[0], mesh.device, size_bytes, inbox_bytes(layouts, wire))
 

@@ -16,7 +16,6 @@ import torch
 from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, UnitLayout, round_up
 from lamina.core.strategy import Factors
 
-AUTO_MOST_RANKS = 2  # on GPUs: what has been run on them so far
 AUTO_SHARE = 0.02  # of a GPU's memory, that `transport="auto"` spends on speed
 AUTO_HOST_SHARE = 0.25  # of what a host has left, for all ranks together
 TURNS = 2  # outboxes of one segment number

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_MOST_RANKS, AUTO_SHARE
+from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_SHARE
 from lamina.core.strategy import Factors, resolve
 from lamina.errors import UsageError
 from lamina.planner.machine import Machine
@@ -51,8 +51,6 @@ def settled(choice: Choice, measured: Measured, machine: Machine) -> Choice:
 def _takes_peers(choice: Choice, factors: Factors, measured: Measured, machine: Machine) -> bool:
     """As `why_not_peers` of runtime/publishing.py has it, on GPUs that reach each other."""
     if machine.is_cpu and choice.slots == 1:
-        return False
-    if not machine.is_cpu and choice.world > AUTO_MOST_RANKS:
         return False
     on_gpu = measured.kind == "cuda"
     state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu, peers=True)

@@ -42,7 +42,7 @@ from lamina.runtime.precision import (
     wide_dtype,
     wrap_kept_module,
 )
-from lamina.runtime.publishing import AUTO_HOST_SHARE, open_peers, why_not_peers
+from lamina.runtime.publishing import open_peers, why_not_peers
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.recorder import check_seed
 from lamina.runtime.refused_modules import refuse_renorming, refuse_scripted
@@ -207,9 +207,8 @@ def _connect(
     layouts, meshes, is_auto = blueprint.layouts, blueprint.meshes, transport == "auto"
     if is_auto and (why_not := why_not_peers(data, layouts, meshes, wire, blueprint.packing.slots)):
         return None, why_not
-    share = (AUTO_HOST_SHARE,) if is_auto else ()
     try:
-        return open_peers(control, data, layouts, meshes, wire, *share), ""
+        return open_peers(control, data, layouts, meshes, wire, is_auto), ""
     except TransportError as error:
         if not is_auto:
             raise

@@ -30,8 +30,7 @@ from lamina.core.control import Control
 from lamina.core.lanes import Lane, Lanes, Mark
 from lamina.core.layout import UnitLayout
 from lamina.core.mesh import DataMesh
-from lamina.core.peer_memory import AUTO_HOST_SHARE as AUTO_HOST_SHARE
-from lamina.core.peer_memory import AUTO_MOST_RANKS, AUTO_SHARE, inbox_bytes
+from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_SHARE, inbox_bytes
 from lamina.core.slots import Slot
 from lamina.runtime.gathering import Gatherer, Route
 from lamina.runtime.halved import take_apart
@@ -54,8 +53,6 @@ def why_not_peers(
     """What `transport="auto"` goes by, peers being faster at the price of the published weights; "": they are tried."""
     if mesh.device.type != "cuda":
         return "slots=1 asks for the least memory" if slots == 1 else ""
-    if mesh.world > AUTO_MOST_RANKS:
-        return f"on GPUs peers have been tried on {AUTO_MOST_RANKS} ranks so far, not on {mesh.world}"
     extra_bytes = published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, wire))
     if extra_bytes > AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory:
         return f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
@@ -68,11 +65,11 @@ def open_peers(
     layouts: Sequence[UnitLayout],
     meshes: Sequence[DataMesh],
     wire: torch.dtype | None = None,
-    host_share: float = 1.0,
+    is_auto: bool = False,
 ) -> Peers | SymmetricPeers | None:
     """Memory for these units, one mesh each; None where no parameters are split. Changes no parameter. Collective.
 
-    `host_share`: the most that all ranks of a group may take of what their host has left.
+    `is_auto`: nobody has asked for it, so it may take a part of what a host has left, and on GPUs must be faster.
 
     Raises:
         TransportError: see `connect` and `connect_gpus`.
@@ -81,8 +78,8 @@ def open_peers(
     if not size_bytes:
         return None
     if mesh.device.type == "cuda":
-        return connect_gpus(control, mesh, size_bytes, inbox_bytes(layouts, wire))
-    return connect(control, mesh, size_bytes, inbox_bytes(layouts, wire), host_share)
+        return connect_gpus(control, mesh, size_bytes, inbox_bytes(layouts, wire), is_to_be_faster=is_auto)
+    return connect(control, mesh, size_bytes, inbox_bytes(layouts, wire), AUTO_HOST_SHARE if is_auto else 1.0)
 
 
 class PeerGatherer(Gatherer):

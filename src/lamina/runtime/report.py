@@ -96,6 +96,9 @@ def report(model: nn.Module) -> Report:
 def _notes(runtime: Runtime) -> Iterator[str]:
     if runtime.transport_note:
         yield f"transport c10d, for {runtime.transport_note}"
+    peers = getattr(runtime.engine.gatherer, "peers", None)
+    if trial := getattr(peers, "trial", ""):
+        yield f"transport peer, for {trial}"
     if runtime.strategy == "hsdp" and runtime.mesh.world > 1 and not runtime.mesh.factors.uses_shards:
         yield (
             "hsdp shards inside a node, and here each has one rank: every rank holds a whole copy, as with ddp. Type "

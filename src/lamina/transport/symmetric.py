@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from lamina.core.groups import Group
 from lamina.core.layout import round_up
 from lamina.core.mesh import DataMesh
 from lamina.core.watch_evidence import BARRIERS, group_key, note_on_device
+from lamina.errors import TransportError
 from lamina.transport.c10d import C10d, Exchange
 from lamina.transport.peer import agree
 from lamina.transport.shared_memory import host_id
@@ -39,6 +41,11 @@ from lamina.transport.shared_memory import host_id
 GATHER_CHANNEL, REDUCE_CHANNEL = CHANNELS = 0, 1  # of barriers; each needs a cell for each rank
 PART_ALIGNMENT_BYTES = 512
 RELEASE_S = 5.0  # how long `release` goes on letting barriers pass
+TRIAL_BYTES = 64 << 20  # of a gather that is timed, at most
+TRIAL_ROUNDS = 7  # of which the first two do not count
+# Of NCCL's time: copies leave the multiprocessors to compute. Beside matrix products on two H200, NCCL's gathers made
+# them 14 % slower, copies of the same bytes 5 %.
+SLOWEST = 1.25
 
 
 class SymmetricPeers:
@@ -68,6 +75,7 @@ class SymmetricPeers:
             for place in range(self.size)
         ]
         self._device = device
+        self.trial = ""  # what gathers took beside NCCL's, where that was asked
         self._names = [f"{group_key(group.pg)} barriers of lane {channel}" for channel in CHANNELS]
         for name in self._names:
             BARRIERS.setdefault(name, 0)  # they go on where the group had another model's
@@ -156,11 +164,16 @@ class Pushes(C10d):
         return found
 
 
-def connect_gpus(control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes: Sequence[int]) -> SymmetricPeers:
+def connect_gpus(
+    control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes: Sequence[int], is_to_be_faster: bool = False
+) -> SymmetricPeers:
     """Memory that all GPUs of a gather group share. Collective over all data ranks.
 
+    `is_to_be_faster`: gathers by copies are timed beside NCCL's.
+
     Raises:
-        TransportError: GPUs that do not reach each other, or no memory; on every rank, the same.
+        TransportError: GPUs that do not reach each other, no memory, or gathers that take too long; on every rank, the
+            same.
     """
     group, level = mesh.gather[0], mesh.factors.levels[0]
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device.index is None else mesh.device
@@ -182,7 +195,60 @@ def connect_gpus(control: Control, mesh: DataMesh, data_bytes: int, inbox_bytes:
         problem = f"transport='peer' does not work here: {error}; type transport='c10d'"
     agree(control, problem)
     assert peers is not None
+    if is_to_be_faster:
+        copies_ms, nccl_ms = _time_gathers(peers, group, device)
+        rows = control.exchange_text(f"{copies_ms!r} {nccl_ms!r}")
+        peers.trial = compare_gathers(rows, trial_bytes(data_bytes, group.size) * group.size)
     return peers
+
+
+def compare_gathers(rows: Sequence[str], gathered_bytes: int) -> str:
+    """What the slowest rank took, copies and NCCL; `rows`: both in ms, by rank.
+
+    Raises:
+        TransportError: copies take too long.
+    """
+    copies_ms, nccl_ms = (max(map(float, column)) for column in zip(*map(str.split, rows), strict=True))
+    size = f"{gathered_bytes / 2**20:.3g} MiB"
+    said = f"a gather of {size} takes {copies_ms:.3f} ms by copies from peers and {nccl_ms:.3f} ms by NCCL"
+    if copies_ms > SLOWEST * nccl_ms:
+        raise TransportError(f"{said}; type transport='peer' to have copies all the same")
+    return said
+
+
+def trial_bytes(data_bytes: int, members: int) -> int:
+    """How much of each published range a timed gather takes."""
+    return min(data_bytes, TRIAL_BYTES // members)
+
+
+def _time_gathers(peers: SymmetricPeers, group: Group, device: torch.device) -> tuple[float, float]:
+    """Medians of this rank in ms, of a gather by copies and of one by NCCL. Collective over the group."""
+    part_bytes = trial_bytes(peers._data_bytes, peers.size)
+    whole = torch.empty(part_bytes * peers.size, dtype=torch.uint8, device=device)
+    parts, transport = list(whole.view(peers.size, -1).unbind()), C10d(device)
+
+    def copy() -> None:
+        for step in range(1, peers.size + 1):
+            place = (peers.place + step) % peers.size
+            parts[place].copy_(peers.data(place)[:part_bytes])
+
+    def gather() -> None:
+        transport.all_gather(group, whole, parts[peers.place])
+
+    return _median_ms(copy, peers), _median_ms(gather, peers)
+
+
+def _median_ms(work: Callable[[], object], peers: SymmetricPeers) -> float:
+    spans = []
+    for _ in range(TRIAL_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        peers.meet(GATHER_CHANNEL)
+        begin.record()
+        work()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize(peers._device)
+    return statistics.median(begin.elapsed_time(end) for begin, end in spans[2:])
 
 
 def _cannot_reach(where: Sequence[str], members: Sequence[int], me: int, device: torch.device) -> str:
