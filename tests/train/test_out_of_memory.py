@@ -171,6 +171,27 @@ def test_moments_of_a_plan() -> None:
     assert str(Place("backward", "layers.1")) == "backward of `layers.1`" and str(Place("loss")) == "loss"
 
 
+def test_what_peers_read_may_go() -> None:
+    """Collectives need no published weights; masters in halves are no larger over peers than by them."""
+
+    def flags(world: int = 4, **more: Any) -> list[str]:
+        return [change.flags for change in changes(changed(Config(), batch=8, **more), world)]
+
+    assert flags(strategy="zero3", transport="peer")[0] == "--transport c10d"
+    for more in ({"transport": "c10d"}, {"transport": "peer", "halves": True}, {"transport": "peer", "world": 1}):
+        assert "--transport c10d" not in flags(strategy="zero3", **more)
+    assert "--transport c10d" not in flags(strategy="ddp", transport="peer")
+
+
+def test_the_forecast_is_of_the_transport_that_ran(tmp_path: Path) -> None:
+    """`auto` has taken peers, whose published weights are in the forecast."""
+    config = run_config(tmp_path, strategy="zero3", transport="auto")
+    with pytest.raises(RankFailure) as failed:
+        run_ranks(2, fails, "backward", (0, 1), config, 2, timeout=150)
+    message = str(failed.value.errors[0])
+    assert "--transport c10d" in message and "slots" in message
+
+
 @pytest.mark.parametrize(
     "strategy, recompute, batch", [("ddp", "none", 8), ("zero2", "selective", 3), ("zero3", "full", 1)]
 )

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,10 +23,12 @@ from lamina.errors import LaminaError, OutOfMemory
 from lamina.launch import CPU_RANKS
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.memory import MARGIN, MemoryForecast
+from lamina.runtime.access import runtime_of
 from lamina.runtime.failing import Place, asked_bytes, place_of, ran_out
 from lamina.runtime.report import readable_bytes
 from lamina.train.config import Config, StrategyName
 from lamina.train.folder import next_folder
+from lamina.train.job import Job
 from lamina.train.loop import Training
 from lamina.train.plan_cli import forecast
 from lamina.train.planned import open_planned
@@ -66,7 +69,7 @@ def message(training: Training, place: Place, asked: int | None, launched: bool)
         lines[0] += f", of {readable_bytes(torch.cuda.get_device_properties(device).total_memory)} on the device"
     try:
         model = job.config.model if job.opened is None else str(job.opened.folder)
-        found = _Forecasts(_of_pass(job.config, world), model, world, _machine(device))
+        found = _Forecasts(_as_it_ran(job, world), model, world, _machine(device))
         failed = found.of(found.config)
         lines += [_moment(failed, place), *_cures(found, failed, _command(training, launched))]
     except (LaminaError, RuntimeError, MemoryError) as problem:
@@ -147,6 +150,7 @@ def changes(config: Config, world: int) -> Iterator[Change]:
     """Other ways to run the same step, the smallest change first; no other result is computed by any of them."""
     strategies = _below(config.sharding.strategy) if world > 1 else ()
     singles = [
+        *_unpublished(config, world),
         *_recomputed(config, "selective"),
         *_accumulated(config, 2),
         *(Change(_with(config, strategy=name), f"--strategy {name}") for name in strategies),
@@ -172,6 +176,14 @@ def _with(config: Config, strategy: StrategyName) -> Config:
     return replace(config, sharding=replace(config.sharding, strategy=strategy))
 
 
+def _unpublished(config: Config, world: int) -> list[Change]:
+    """By collectives, which need no published weights; nothing where they are half of the masters anyway."""
+    shards = config.sharding
+    if world == 1 or shards.transport != "peer" or shards.halves or shards.strategy not in ("zero3", "hsdp"):
+        return []
+    return [Change(replace(config, sharding=replace(shards, transport="c10d")), "--transport c10d")]
+
+
 def _recomputed(config: Config, how: str) -> list[Change]:
     """Nothing where as much is recomputed already."""
     order = ("none", "selective", "full")
@@ -195,11 +207,13 @@ def _accumulated(config: Config, times: int) -> list[Change]:
 # ---- of this run ---------------------------------------------------------------------------------------------------
 
 
-def _of_pass(config: Config, world: int) -> Config:
-    """As forecasts take it: the batch is that of one micro-batch on one rank."""
-    batches = config.batches
+def _as_it_ran(job: Job, world: int) -> Config:
+    """As forecasts take it: the batch is that of one micro-batch on one rank, and "auto" has chosen its transport."""
+    batches, shards = job.config.batches, job.config.sharding
     assert batches.batch is not None
-    return replace(config, batches=replace(batches, batch=batches.batch // (world * batches.accumulate)))
+    transport: Literal["c10d", "peer"] = "peer" if runtime_of(job.model).transport == "peer" else "c10d"
+    batches = replace(batches, batch=batches.batch // (world * batches.accumulate))
+    return replace(job.config, batches=batches, sharding=replace(shards, transport=transport))
 
 
 def _machine(device: torch.device) -> Machine:
