@@ -66,5 +66,5 @@ def _changes(
     if fits(peers):
         yield f"transport='peer' (takes memory; run on two GPUs so far); {slowed}", peers
     elif fits(halved):
-        words = "transport='peer' with Precision(halves=True) (without, there is no room; its speed on GPUs is not known)"
+        words = "transport='peer' with Precision(halves=True) (without, there is no room; not timed on GPUs so far)"
         yield f"{words}; {slowed}", halved
