@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lamina.core.lanes import Mark, running_stream
 from lamina.core.layout import UnitLayout
+from lamina.core.shard_tensor import AS_PLAIN
 
 
 class SlotState(enum.Enum):
@@ -74,7 +75,8 @@ class Slot:
 
     def count_writes(self) -> list[int]:
         """How often each full parameter was written in place; gathers write past it, so these are the user's."""
-        return list(map(_version_of, self.fulls))
+        with AS_PLAIN():
+            return list(map(_version_of, self.fulls))
 
     @property
     def has_weights(self) -> bool:

@@ -18,15 +18,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lamina.core.laying_out import LEAST_PIECE_BYTES, must_lay_out
 from lamina.core.layout import Segment
-from lamina.runtime.summing import Rows, add_rows
+from lamina.core.parameter_loops import all_there, are_strided
+from lamina.runtime.summing import add_rows
 from lamina.runtime.unit import Unit
 from lamina.transport.symmetric import Pushes
+
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,13 @@ class Piece:
     stop: int
     at: int  # where it begins in the part
 
-    def of(self, flat: dict[int, Tensor]) -> Tensor:
-        """(stop - start,), of the flattened gradients, by position."""
-        whole = flat[self.position]
-        return whole if self.stop - self.start == whole.numel() else whole[self.start : self.stop]
+    def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """(stop - start,), of contiguous gradients, by position."""
+        gradient, numel = gradients[self.position], self.stop - self.start
+        assert gradient is not None
+        if numel == gradient.numel():
+            return gradient.view(-1)
+        return gradient.as_strided((numel,), (1,), gradient.storage_offset() + self.start)
 
 
 def pieces_of(segment: Segment, first: int, place: int, members: int) -> tuple[list[Piece], list[tuple[int, int]]]:
@@ -65,7 +73,6 @@ class SegmentRoute:
     """The pieces of one segment, and the memory that they go to."""
 
     number: int
-    size_bytes: int
     pushes: list[tuple[Piece, Tensor]]  # and its place in a peer's inbox
     zeros: list[Tensor]  # places in the peers' inboxes that no gradient goes to
     sums: list[tuple[Piece, list[Tensor]]]  # and what arrives for it, by member; an empty tensor in this rank's place
@@ -75,44 +82,72 @@ class SegmentRoute:
     def numels(self) -> tuple[int, ...]:
         return tuple(piece.stop - piece.start for piece, _ in self.sums)
 
+    def split(self, grad: Tensor) -> list[Tensor]:
+        """Where the sums go, of this rank's range."""
+        return [grad[piece.at : piece.at + piece.stop - piece.start] for piece, _ in self.sums]
+
 
 class DirectRoute:
     """How one unit's gradients are pushed and summed."""
 
     def __init__(
-        self, transport: Pushes, segments: Sequence[SegmentRoute], dtypes: dict[int, torch.dtype], place: int
+        self,
+        transport: Pushes,
+        segments: Sequence[SegmentRoute],
+        dtypes: dict[int, torch.dtype],
+        place: int,
+        size_bytes: int,
     ) -> None:
         self.transport, self.segments, self.place = transport, segments, place
         self.dtypes = dtypes  # in which gradients travel, by position of those that are reduced
+        self.size_bytes = size_bytes
         self._sizes = [segment.numels for segment in segments]
+        self._pushes = [push for segment in segments for push in segment.pushes]
+        self._zeros = [target for segment in segments for target in segment.zeros]
+        self._positions, self._wanted = list(dtypes), list(dtypes.values())
+        self._targets: list[tuple[Tensor, list[Tensor]]] = []  # by segment: the range, and its parts
 
     def takes(self, gradients: Sequence[Tensor | None]) -> bool:
         """Note [Direct] 2, as far as it is about these gradients."""
-        for position, dtype in self.dtypes.items():
-            gradient = gradients[position]
-            if gradient is None or gradient.dtype is not dtype or gradient.layout is not torch.strided:
-                return False
-            if not gradient.is_contiguous():
-                return False
-        return True
+        found: Any = list(map(gradients.__getitem__, self._positions))
+        if not (all_there(found) and are_strided(found)):
+            return False
+        return all(map(is_, map(_dtype_of, found), self._wanted)) and all(map(Tensor.is_contiguous, found))
 
     def run(self, unit: Unit, gradients: Sequence[Tensor | None], factor: float) -> None:
         """Queue it on the lane that is running: `factor` times the sums, into the unit's gradient ranges."""
-        flat = {i: gradient.view(-1) for i, gradient in enumerate(gradients) if gradient is not None}
-        for segment in self.segments:
-            self.transport.push([(target, piece.of(flat)) for piece, target in segment.pushes], segment.zeros)
-        has_squares = True
-        for segment, numels in zip(self.segments, self._sizes, strict=True):
+        try:
+            self.transport.open()
+            self._push(gradients)
+        finally:
+            self.transport.close()
+        has_squares, valid = True, unit.gradients.valid
+        for number, segment in enumerate(self.segments):
             grad = unit.gradients.ranges[segment.number]
-            notes = unit.gradients.squares_of(segment.number, numels)
+            notes = unit.gradients.squares_of(segment.number, self._sizes[number])
             has_squares = has_squares and notes is not None
             for start, stop in segment.gaps:
                 grad[start:stop].zero_()
+            targets = self._parts_of(number, grad)
             for i, (piece, arrived) in enumerate(segment.sums):
-                rows: Rows = [*arrived[: self.place], piece.of(flat), *arrived[self.place + 1 :]]
-                target = grad[piece.at : piece.at + numels[i]]
-                add_rows(target, rows, factor, unit.gradients.valid[piece.position], notes[i] if notes else None)
+                arrived[self.place] = piece.of(gradients)
+                add_rows(targets[i], arrived, factor, valid[piece.position], notes[i] if notes else None)
+                arrived[self.place] = arrived[self.place - 1]  # the gradient is not ours to keep
         unit.gradients.has_squares = has_squares
+
+    def _parts_of(self, number: int, grad: Tensor) -> list[Tensor]:
+        """The parts of a range, which stays the same but for a unit that is thawed."""
+        if not self._targets:
+            self._targets = [(grad[:0], [])] * len(self.segments)
+        if self._targets[number][0] is not grad:
+            self._targets[number] = grad, self.segments[number].split(grad)
+        return self._targets[number][1]
+
+    def _push(self, gradients: Sequence[Tensor | None]) -> None:
+        for piece, target in self._pushes:
+            target.copy_(piece.of(gradients))
+        for target in self._zeros:
+            target.zero_()
 
 
 def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
@@ -123,6 +158,7 @@ def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
     group, first = next(group for group in mesh.reduce if not group.is_trivial), 0
     found: list[SegmentRoute] = []
     dtypes: dict[int, torch.dtype] = {}
+    sent_bytes = 0
     for number, segment in enumerate(layout.segments):
         if segment.trainable:
             size_bytes = segment.compute_bytes
@@ -130,7 +166,8 @@ def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
             if inbox is None:
                 return None
             dtypes |= dict.fromkeys(range(first, first + len(segment.params)), segment.compute)
-            route = SegmentRoute(number, size_bytes, [], [], [], [])
+            sent_bytes += size_bytes
+            route = SegmentRoute(number, [], [], [], [])
             for place, target in transport.targets(number, size_bytes):
                 pieces, gaps = pieces_of(segment, first, place, group.size)
                 target = target.view(segment.compute)
@@ -144,4 +181,4 @@ def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
                 route.sums.append((piece, arrived))
             found.append(route)
         first += len(segment.params)
-    return DirectRoute(transport, found, dtypes, group.place)
+    return DirectRoute(transport, found, dtypes, group.place, sent_bytes)

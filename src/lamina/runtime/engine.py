@@ -44,6 +44,7 @@ from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, end_others
 
 _forwards = itertools.count(1)
+_GATHER, _FORWARD, _BACKWARD, _REDUCE = Op.GATHER, Op.FORWARD, Op.BACKWARD, Op.REDUCE
 
 
 class Engine:
@@ -110,8 +111,8 @@ class Engine:
     def begin_backward(self, task: int) -> None:
         circumstances = ["defer"] if self.gradients.defer else []
         circumstances += [f"keep {unit.index}" for unit in self.units if unit.kept]  # they are not reduced
-        key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, " ".join(circumstances), self.resident)
-        self._open(key, task, None)
+        last = self.gradients.last_micro_batch
+        self._open(Key(Kind.BACKWARD, last, " ".join(circumstances), self.resident), task, None)
         self.gradients.begin_phase()
 
     def _open(self, key: Key, owner: object, call: FrameType | None) -> None:
@@ -149,10 +150,9 @@ class Engine:
             everywhere = self.lockstep.end(phase, here, self._server(phase)) if agreed else here()
             self._record(phase, everywhere)
         self.programs.note_end(phase)
-        if not self.one_sided:
-            for index in self.residency.here() - everywhere:
-                if not self.units[index].kept:
-                    self.residency.empty(self.units[index])
+        for index in () if self.one_sided else self.residency.here() - everywhere:
+            if not self.units[index].kept:
+                self.residency.empty(self.units[index])
         self.resident = everywhere
         self.phase = None
         self.control.position.is_over = True
@@ -185,9 +185,9 @@ class Engine:
 
         reads: False for the backward of a lookup, which needs no weights; see lookups.py.
         """
-        phase = self.current()
+        phase, is_forward = self.current(), op is _FORWARD
         (self._agree if phase.recorded is None else self._follow)(phase, op, unit, reads)
-        if op is Op.FORWARD:
+        if is_forward:
             unit.was_entered = True
         if unit.plain:
             unit.windows += 1
@@ -195,7 +195,7 @@ class Engine:
         if reads:
             slot = self.residency.weights_in(unit, slot)
             slot.pins += 1
-            unit.swap_in(slot, forward=op is Op.FORWARD)
+            unit.swap_in(slot, is_forward)
             unit.windows += 1
         elif slot is not None:
             unit.freeze_late(slot)
@@ -203,22 +203,23 @@ class Engine:
             self._pump(phase)
         return slot
 
-    def leave(self, unit: Unit, slot: Slot | None, reads: bool = True) -> None:
-        """A use has ended: its modules see the persistent parameters again, its slot may be given away."""
-        phase = self.phase
-        if reads:
-            unit.shut_window()
-        if reads and slot is not None:
-            in_backward = phase is not None and phase.key.kind is Kind.BACKWARD
-            self.residency.release(unit, slot, hold_overflow=in_backward)
+    def leave(self, unit: Unit, slot: Slot | None) -> None:
+        """The use of a forward has ended."""
+        self._shut(phase := self.phase, unit, slot)
         if phase is not None and phase.recorded is not None:
             self._pump(phase)
+
+    def _shut(self, phase: Phase | None, unit: Unit, slot: Slot | None) -> None:
+        """The modules see the persistent parameters again, the slot may be given away."""
+        unit.shut_window()
+        if slot is not None:
+            self.residency.release(unit, slot, phase is not None and phase.key.kind is Kind.BACKWARD)
 
     # ---- following the program ---------------------------------------------------------------------------------
 
     def _follow(self, phase: Phase, op: Op, unit: Unit, reads: bool) -> None:
         steps, cursor = phase.steps, phase.cursor
-        if cursor < len(steps) and steps[cursor].unit == unit.index and steps[cursor].op is op:
+        if cursor < len(steps) and (step := steps[cursor]).unit == unit.index and step.op is op:
             phase.cursor = cursor + 1
         else:
             self._jump(phase, op, unit)
@@ -252,20 +253,20 @@ class Engine:
 
     def _pump(self, phase: Phase) -> None:
         """Issue what stands next in the program, as long as it needs nothing that is still to come."""
-        steps = phase.steps
-        while phase.cursor < len(steps):
-            step = steps[phase.cursor]
-            if step.op is Op.REDUCE:
-                if step.unit not in phase.ready and self.units[step.unit].was_entered:
-                    return  # its gradients may come yet; those of a unit that this rank left out do not
-            elif step.op is Op.BACKWARD:
-                if self.units[step.unit].was_entered:
-                    return
-            elif step.op is Op.FORWARD or self.residency.would_wait(self.units[step.unit].slot):
+        steps, cursor = phase.steps, phase.cursor
+        while cursor < len(steps):
+            op, index = steps[cursor].op, steps[cursor].unit
+            if op is _FORWARD:
                 return
-            phase.cursor += 1
-            if step.op is not Op.BACKWARD:
-                self._execute(phase, step)
+            if op is _GATHER:
+                if self.residency.would_wait(self.units[index].slot):
+                    return
+            elif (op is _BACKWARD or index not in phase.ready) and self.units[index].was_entered:
+                return  # its gradients may come yet; those of a unit that this rank left out do not
+            phase.cursor = cursor + 1
+            if op is not _BACKWARD:
+                self._execute(phase, steps[cursor])
+            cursor = phase.cursor
 
     def _issue(self, phase: Phase, stop: int) -> None:
         """Issue everything before index `stop`, with zeros for reductions that this rank has nothing for."""
@@ -276,10 +277,9 @@ class Engine:
                 self._execute(phase, step)
 
     def _execute(self, phase: Phase, step: Step) -> None:
-        unit = self.units[step.unit]
-        position = self.control.position
+        unit, position = self.units[step.unit], self.control.position
         position.verb, position.unit = step.op.verb, unit.name
-        if step.op is Op.REDUCE:
+        if step.op is _REDUCE:
             self.gradients.reduce(phase, unit, contribute=step.unit in phase.ready)
         elif not (self.one_sided and (unit.is_ready or self.gatherer.is_done_by_host)):
             self.residency.gather(unit)
@@ -347,23 +347,26 @@ class Engine:
         use.active_in = None
         if not phase.keeps_graph:
             use.finish()
-        self.leave(unit, use.slot, use.reads)
+        if use.reads:
+            self._shut(phase, unit, use.slot)
         if unit.trainable and not unit.kept and (unit.alive_uses == 0 or self.gradients.all_of(unit)):
             self._finish_unit(phase, unit)
+        elif phase.recorded is not None:
+            self._pump(phase)
 
     def _finish_unit(self, phase: Phase, unit: Unit) -> None:
         """Its gradients are complete in this backward: reduce them when their turn comes."""
         if phase.recorded is None:
             self._agree(phase, Op.REDUCE, unit)
-        elif phase.find(Op.REDUCE, unit.index) is not None:
+            return
+        if phase.find(Op.REDUCE, unit.index) is not None:
             phase.ready.add(unit.index)
-            self._pump(phase)
         # else the program does not know this reduction: it waits for the end of the backward
+        self._pump(phase)
 
     def _end_task(self, task: int) -> None:
         """The graph task has ended: so have all uses that it began; with the outermost one, the backward."""
-        phase = self.phase
-        if phase is None or task not in phase.tasks:
+        if (phase := self.phase) is None or task not in phase.tasks:
             return
         for use in list(phase.tasks[task]):
             self._finish_use(use)
@@ -374,18 +377,15 @@ class Engine:
     def end_backward(self, phase: Phase) -> None:
         for unit in self.units:
             if unit.trainable and not unit.kept and unit.index not in phase.ready and self.gradients.any_of(unit):
-                self._finish_late(phase, unit)
+                # they came after its last use had ended, or wait for a use that does not come
+                if phase.recorded is not None and phase.find(Op.REDUCE, unit.index) is None:
+                    self._leave_program(phase)
+                self._finish_unit(phase, unit)
         self._close(phase)
         if self.gradients.last_micro_batch:  # sums of earlier micro-batches whose unit the last one did not use
             for index in sorted(self.reducer.partials.keys() - phase.reduced):
                 self.gradients.reduce(phase, self.units[index], contribute=False)
         self._after_reductions(phase)
-
-    def _finish_late(self, phase: Phase, unit: Unit) -> None:
-        """Gradients that came after the unit's last use had ended, or wait for a use that does not come."""
-        if phase.recorded is not None and phase.find(Op.REDUCE, unit.index) is None:
-            self._leave_program(phase)
-        self._finish_unit(phase, unit)
 
     def _leave_program(self, phase: Phase) -> None:
         """Issue what is left of the program; from here on, and the next time, ranks agree step by step."""

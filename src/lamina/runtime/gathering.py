@@ -13,7 +13,8 @@ Note [Early gathers]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,7 @@ from lamina.core.layout import Segment
 from lamina.core.mesh import DataMesh
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.unit import Unit
-from lamina.transport.c10d import Transport, as_bytes
+from lamina.transport.c10d import Exchange, Transport, as_bytes
 
 
 def spans(segment: Segment, mesh: DataMesh) -> list[tuple[int, int]]:
@@ -42,23 +43,15 @@ def spans(segment: Segment, mesh: DataMesh) -> list[tuple[int, int]]:
 
 
 @dataclass
-class Stage:
-    """One all-gather, in place."""
-
-    group: Group
-    whole: Tensor  # uint8
-    part: Tensor  # uint8, this rank's place in `whole`
-
-
-@dataclass
 class Route:
-    """Everything one gather does: casts, then stages of which each needs the one before."""
+    """Everything one gather does: casts, then all-gathers of which each needs the one before."""
 
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
-    outer: list[Stage] = field(default_factory=list)
-    last: list[Stage] = field(default_factory=list)  # one a segment, independent of each other
+    outer: list[Exchange] = field(default_factory=list)
+    last: list[Exchange] = field(default_factory=list)  # one a segment, independent of each other
     moved_bytes: int = 0
+    copy: Callable[[], object] | None = None  # the casts, made ready when they are first run
 
 
 class Gatherer:
@@ -69,7 +62,7 @@ class Gatherer:
     def __init__(self, transport: Transport, control: Control, lanes: Lanes) -> None:
         self.transport, self.control, self.lanes = transport, control, lanes
         self.bytes_moved = 0
-        self._works: dict[Slot, list[dist.Work]] = {}
+        self._works: dict[Slot, list[dist.Work | None]] = {}
         self._routes: dict[Slot, Route] = {}
         self._publishing: dict[Unit, Route] = {}
         self._opened: Mark | None = None  # what compute had been given when the phase began
@@ -97,24 +90,23 @@ class Gatherer:
         unit.gathers += unit.communicates
         lane = self.lanes.gather
         lane.wait(slot.freed)
-        self.await_written(lane, unit)
-        with lane.running():
-            works = self._fill(unit, slot)
+        if unit.dirty.value:
+            self.await_written(lane, unit)
+        works = lane.run(self._fill, unit, slot)
         slot.ready = lane.mark()
-        self._works[slot] = works
+        if works:
+            self._works[slot] = works
 
-    def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work]:
+    def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work | None]:
         """Queue what brings a unit's weights into a slot; returns what is left to wait for on the host."""
         if unit.published and unit.dirty.value:
             self._run(self._publishing_route(unit))
         unit.dirty.value = False
-        return self._run(self._route_of(unit, slot))
+        return self._run(self._routes.get(slot) or self._route_of(unit, slot))
 
     def _route_of(self, unit: Unit, slot: Slot) -> Route:
-        route = self._routes.get(slot)
-        if route is None:
-            with torch.inference_mode(False), torch.no_grad():  # the first forward may be an evaluation
-                route = self._routes[slot] = self._route(unit, slot)
+        with torch.inference_mode(False), torch.no_grad():  # the first forward may be an evaluation
+            route = self._routes[slot] = self._route(unit, slot)
         return route
 
     def finish(self, slot: Slot) -> None:
@@ -122,30 +114,31 @@ class Gatherer:
         if slot.state is not SlotState.GATHERING:
             return
         for work in self._works.pop(slot, ()):
-            self.control.wait(work)
+            if work is not None:
+                self.control.wait(work)
         self.lanes.compute.wait(slot.ready)
         slot.to(SlotState.WEIGHTS)
 
-    def _run(self, route: Route) -> list[dist.Work]:
-        self._copy(route)
+    def _run(self, route: Route) -> list[dist.Work | None]:
+        if route.copy is None:
+            route.copy = self._copy(route)
+        route.copy()
         self.bytes_moved += route.moved_bytes
-        for stage in route.outer:
-            self.control.wait(self.transport.all_gather(stage.group, stage.whole, stage.part))
+        for gather in route.outer:
+            self.control.wait(gather())
         works = []
-        for stage in route.last:
-            work = self.transport.all_gather(stage.group, stage.whole, stage.part)
-            if work is not None:
-                works.append(work)
+        for gather in route.last:
+            works.append(gather())  # a comprehension is a call
         return works
 
     def forget_marks(self) -> None:
         """All lanes are idle."""
 
-    def _copy(self, route: Route) -> None:
+    def _copy(self, route: Route) -> Callable[[], object]:
+        """What makes all casts of a route."""
         if len(route.targets) == 1:
-            route.targets[0].copy_(route.sources[0])
-        else:
-            torch._foreach_copy_(route.targets, route.sources)
+            return functools.partial(route.targets[0].copy_, route.sources[0])
+        return functools.partial(torch._foreach_copy_, route.targets, route.sources)
 
     def _route(self, unit: Unit, slot: Slot) -> Route:
         route = Route()
@@ -180,8 +173,9 @@ class Gatherer:
         self._stage(route, route.outer, unit.mesh.gather[1], target[params[0] : params[1]], grads, params[0])
 
     def _stage(
-        self, route: Route, stages: list[Stage], group: Group, whole: Tensor, part: tuple[int, int], origin: int = 0
+        self, route: Route, stages: list[Exchange], group: Group, whole: Tensor, part: tuple[int, int], origin: int = 0
     ) -> None:
         if not group.is_trivial:
-            stages.append(Stage(group, as_bytes(whole), as_bytes(whole[part[0] - origin : part[1] - origin])))
+            place = as_bytes(whole[part[0] - origin : part[1] - origin])
+            stages.append(self.transport.all_gather(group, as_bytes(whole), place))
             route.moved_bytes += whole.nbytes

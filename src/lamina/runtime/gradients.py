@@ -15,13 +15,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import or_
 
 import torch
 from torch import Tensor
 
 from lamina.core.control import Control, Flags
-from lamina.core.lanes import NOTHING, Lanes
+from lamina.core.lanes import Lanes
+from lamina.core.parameter_loops import all_there, any_there, are_strided, are_there, clear_gradients, gradients_of
 from lamina.core.shard_losses import hand_over_means
 from lamina.core.slots import Slot, SlotState
 from lamina.errors import Disagreement, ParameterChanged, StateError
@@ -34,7 +35,7 @@ from lamina.runtime.residency import Residency
 from lamina.runtime.tokens import Tokens
 from lamina.runtime.unit import Unit
 
-_grad_of = attrgetter("grad")
+_WEIGHTS = SlotState.WEIGHTS
 
 
 class Gradients:
@@ -94,8 +95,8 @@ class Gradients:
     def of(self, unit: Unit) -> list[Tensor | None]:
         """This rank's gradients, by parameter, summed over the slots that the unit was used in."""
         if unit.slot is None:
-            return list(map(_grad_of, unit.params))
-        gradients: list[Tensor | None] = list(map(_grad_of, unit.slot.fulls))
+            return gradients_of(unit.params)
+        gradients = gradients_of(unit.slot.fulls)
         for slot in unit.overflow:
             for i, full in enumerate(slot.fulls):
                 if full.grad is not None:
@@ -108,10 +109,7 @@ class Gradients:
         return gradients
 
     def any_of(self, unit: Unit) -> bool:
-        for gradient in self.of(unit):  # noqa: SIM110  # a generator costs more than this loop
-            if gradient is not None:
-                return True
-        return False
+        return any_there(self.of(unit))
 
     def all_of(self, unit: Unit) -> bool:
         """Autograd gives a leaf its gradient once a graph task: when all are there, no use is still to come."""
@@ -120,16 +118,18 @@ class Gradients:
 
     def drop(self, unit: Unit) -> None:
         """Forget this rank's gradients."""
-        for full in unit.params if unit.slot is None else unit.slot.fulls:
-            full.grad = None
+        clear_gradients(unit.params if unit.slot is None else unit.slot.fulls)
         for slot in unit.overflow:
-            for full in slot.fulls:
-                full.grad = None
+            clear_gradients(slot.fulls)
         if not unit.communicates:
             unit.gradients.arrived.clear()
 
     def reduce(self, phase: Phase, unit: Unit, contribute: bool) -> None:
         """Take part in the reduction of a unit: with its gradients, or with zeros."""
+        if torch.is_grad_enabled():  # in create_graph, and outside backwards
+            with torch.no_grad():
+                self.reduce(phase, unit, contribute)
+            return
         phase.ready.discard(unit.index)
         self.reducer.finish()
         if unit.index not in phase.reduced:
@@ -144,9 +144,7 @@ class Gradients:
             return
         self.reducer.begin(unit)
         place = self.reducer.stage(unit) if slot is None else slot
-        with self.lanes.reduce.running(), torch.no_grad() if torch.is_grad_enabled() else NOTHING:
-            # gradients are on in create_graph, and outside backwards
-            self._collect(unit, gradients, place, clean=slot is not None and slot.state is SlotState.WEIGHTS)
+        self.lanes.reduce.run(self._collect, unit, gradients, place, slot is not None and slot.state is _WEIGHTS)
         self.reducer.hold(gradients)
         if contribute:
             self.drop(unit)
@@ -161,13 +159,8 @@ class Gradients:
         self.reducer.begin(unit)
         self.drop(unit)
         unit.was_entered = unit.alive_uses > 0
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                unit.gradients.touched[i] = True
-        if slot is not None:
-            slot.to(SlotState.GRADS)
-        with torch.no_grad() if torch.is_grad_enabled() else NOTHING:
-            self.reducer.start_direct(unit, route, gradients, slot, self.active_ranks)
+        unit.gradients.touched = list(map(or_, unit.gradients.touched, are_there(gradients)))
+        self.reducer.start_direct(unit, route, gradients, slot, self.active_ranks)
         self.reducer.hold(gradients)
 
     def _collect(self, unit: Unit, gradients: Sequence[Tensor | None], place: Slot | Staging, clean: bool) -> None:
@@ -179,6 +172,10 @@ class Gradients:
             for segment, target in zip(unit.layout.segments, place.segments, strict=True):
                 if segment.trainable:
                     target.zero_()
+        if all_there(gradients) and are_strided(gradients):  # type: ignore[arg-type]
+            unit.gradients.touched = [True] * len(gradients)
+            torch._foreach_copy_(place.views, gradients)  # type: ignore[arg-type]
+            return
         views, values = [], []
         for i, gradient in enumerate(gradients):
             if gradient is not None:

@@ -115,7 +115,7 @@ class ModuleHooks:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
         if torch.is_grad_enabled():
             frame = self.frames[-1]
-            frame.tensors = [t for t in _below_vmap(tensors_in((args, kwargs) if kwargs else args)) if t.requires_grad]
+            frame.tensors = [t for t in _tensors_below((args, kwargs) if kwargs else args) if t.requires_grad]
             frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
             if len(frame.tensors) > 1:
                 for node in frame.inputs:
@@ -182,7 +182,7 @@ class ModuleHooks:
 
     def _look_at(self, frame: Frame, output: Any) -> None:
         """Refuse what would be lost or read too late; watch for the backward."""
-        tensors = _below_vmap(tensors_in(output))
+        tensors = _tensors_below(output)
         self._check_aliases(frame, tensors)
         for unit, slot in zip(self.units, frame.slots, strict=True):
             if slot is not None:
@@ -228,8 +228,9 @@ class ModuleHooks:
                 )
 
 
-def _below_vmap(tensors: list[Tensor]) -> list[Tensor]:
-    """Inside `torch.vmap` a tensor is a wrapper without a node; autograd records what lies in it."""
+def _tensors_below(value: Any) -> list[Tensor]:
+    """What is in a nested value. Inside `torch.vmap` a tensor is a wrapper without a node, around what has one."""
+    tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
     if torch._C._functorch.peek_interpreter_stack() is None:
         return tensors
     found = []

@@ -19,7 +19,7 @@ Note [Published]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -157,13 +157,13 @@ class PeerGatherer(Gatherer):
         rows = self.control.exchange(words, "publish")
         return [any(row[i // FLAGS_PER_WORD] >> (i % FLAGS_PER_WORD) & 1 for row in rows) for i in range(len(flags))]
 
-    def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work]:
+    def _fill(self, unit: Unit, slot: Slot) -> list[dist.Work | None]:
         """Copy a unit's weights into a slot, as soon as all peers have published."""
         if not unit.sharded:
             return super()._fill(unit, slot)
         assert self.epoch > 0, "publish() comes before the first gather"
         self._await_published(unit)
-        return self._run(self._route_of(unit, slot))  # nothing in it requires a gradient
+        return self._run(self._routes.get(slot) or self._route_of(unit, slot))  # nothing in it requires a gradient
 
     def _await_published(self, unit: Unit) -> None:
         if self._readable < self.epoch:
@@ -242,6 +242,9 @@ class SymmetricGatherer(PeerGatherer):
         if not unit.leads:
             self.lanes.gather.wait(self._late_ready)
 
-    def _copy(self, route: Route) -> None:
-        for target, source in zip(route.targets, route.sources, strict=True):
-            target.copy_(source)  # by a copy engine; one call for all would be a kernel
+    def _copy(self, route: Route) -> Callable[[], object]:
+        def copy_each() -> None:  # by copy engines; one call of torch's would be a kernel
+            for target, source in zip(route.targets, route.sources, strict=True):
+                target.copy_(source)
+
+        return copy_each

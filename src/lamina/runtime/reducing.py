@@ -15,7 +15,6 @@ Note [Reduction]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,51 +26,13 @@ from lamina.core.lanes import Lanes, Mark
 from lamina.core.layout import UnitLayout
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.direct import DirectRoute, find_route
+from lamina.runtime.reduction_state import Inbox, Partial, Pending, Staging
 from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
-from lamina.transport.c10d import Exchange, Transport, as_bytes
+from lamina.transport.c10d import Transport, as_bytes
 from lamina.transport.pulled import Pulls
 from lamina.transport.symmetric import Pushes
-
-
-@dataclass
-class Staging:
-    """Where a unit's gradients are laid when its slot cannot take them."""
-
-    segments: list[Tensor]  # in wire dtype, (numel,) each
-    views: list[Tensor]  # by parameter
-
-
-@dataclass
-class Inbox:
-    """An exchange and where it arrives; made once for each source that stays."""
-
-    exchange: Exchange
-    rows: Rows
-
-
-@dataclass
-class Partial:
-    """Sums of earlier micro-batches that are not reduced to the end."""
-
-    climbed: int  # levels of sharding that are behind them: 0 (whole) or GRADS_LEVEL
-    sums: list[Tensor]  # by segment
-
-
-@dataclass
-class Pending:
-    """A reduction that is under way: what was sent, and what is to become of it."""
-
-    unit: Unit
-    slot: Slot | None  # the slot that the gradients lie in, free again afterwards
-    target: int  # levels to climb
-    climbed: int  # levels behind `rows`, once the works are done
-    divisor: int
-    rows: list[Rows] = field(default_factory=list)  # by segment
-    works: list[dist.Work | None] = field(default_factory=list)
-    replicated: bool = False  # the sum over replicas is what was sent
-
 
 GRADS_LEVEL = 2  # levels 0 and 1 split gradients; level 2 splits the optimizer state further
 ALL_LEVELS = 3
@@ -93,6 +54,7 @@ class Reducer:
         self._buffers: dict[str, Tensor] = {}
         self._inboxes: dict[tuple[int, int, bool], Inbox] = {}  # by unit, segment, and whether it lies in its slot
         self._stagings: dict[int, Staging] = {}  # by unit
+        self._ways: dict[tuple[int, int], tuple[int | None, int, bool, bool]] = {}  # by unit and target
         self._routes: dict[int, tuple[UnitLayout, DirectRoute | None]] = {}  # by unit, of this layout
         self._held: Sequence[Tensor | None] = ()  # gradients that the lane reads
         self._collected: Mark | None = None  # when it has read them
@@ -178,23 +140,24 @@ class Reducer:
             divisor: data ranks over which the gradient is a mean.
         """
         lane = self.lanes.reduce
-        with lane.running():
-            target = self._target(unit, last, defer)
-            held, stable = self.partials.get(unit.index), True
-            if target == 0 and held is not None and held.climbed:
-                target = GRADS_LEVEL  # sums that began without defer=, perhaps of a step that was given up, go on there
-            if target == 0 or (held is not None and held.climbed == 0):
-                sources, stable = self._add_whole(unit, sources), False
-                self._release(slot)
-                slot = None
-                if target == 0:
-                    return
-                del self.partials[unit.index]
-            unit.reduces += 1
-            self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor)
-            self._send(self.pending, sources, stable)
+        lane.run(self._start, unit, sources, slot, self._target(unit, last, defer), divisor)
         if lane is not self.lanes.compute:
             self.finish()  # everything is queued on the lane: the host has nothing to wait for
+
+    def _start(self, unit: Unit, sources: Sequence[Tensor], slot: Slot | None, target: int, divisor: int) -> None:
+        held, stable = self.partials.get(unit.index), True
+        if target == 0 and held is not None and held.climbed:
+            target = GRADS_LEVEL  # sums that began without defer=, perhaps of a step that was given up, go on there
+        if target == 0 or (held is not None and held.climbed == 0):
+            sources, stable = self._add_whole(unit, sources), False
+            self._release(slot)
+            slot = None
+            if target == 0:
+                return
+            del self.partials[unit.index]
+        unit.reduces += 1
+        self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor)
+        self._send(self.pending, sources, stable)
 
     def route_of(self, unit: Unit, gradients: Sequence[Tensor | None], last: bool, defer: bool) -> DirectRoute | None:
         """How these gradients are reduced where they are; None: they are to be laid out. See direct.py."""
@@ -214,9 +177,10 @@ class Reducer:
     ) -> None:
         """Like `start`, for gradients that nobody has laid out; `slot` holds weights that are dead."""
         with self.lanes.reduce.running():
-            self._release(slot)
+            if slot is not None and slot.state is SlotState.WEIGHTS:
+                slot.to(SlotState.EMPTY)  # this lane has nothing to do with it: `freed` is when compute had read it
             unit.reduces += 1
-            self.bytes_moved += sum(segment.size_bytes for segment in route.segments)
+            self.bytes_moved += route.size_bytes
             route.run(unit, gradients, 1.0 / divisor)
             unit.gradients.valid = [True] * len(unit.params)
 
@@ -226,10 +190,9 @@ class Reducer:
         if pending is None:
             return
         for work in pending.works:
-            self.control.wait(work)
-        with self.lanes.reduce.running():
-            self._complete(pending)
-            self._release(pending.slot)
+            if work is not None:
+                self.control.wait(work)
+        self.lanes.reduce.run(self._complete, pending)
 
     def drop_pending(self) -> None:
         """Forget the reduction that is under way, once it has arrived: the next one uses the same memory."""
@@ -243,7 +206,7 @@ class Reducer:
         pending = self.pending
         if pending is None or pending.slot is None:
             return
-        if not self._goes_on(pending):
+        if not pending.goes_on:
             self.finish()
             return
         for work in pending.works:
@@ -255,13 +218,6 @@ class Reducer:
                     pending.rows[number] = (self._sum(pending.unit, number, pending.rows[number], f"sum of {number}"),)
             self._release(pending.slot)
             pending.slot = None
-
-    def _goes_on(self, pending: Pending) -> bool:
-        """Whether more is to be exchanged once its works are done."""
-        mesh, target = pending.unit.mesh, pending.target
-        if any(not group.is_trivial for group in mesh.reduce[pending.climbed : target]):
-            return True
-        return target == ALL_LEVELS and not (mesh.replicas.is_trivial or pending.replicated)
 
     def _target(self, unit: Unit, last: bool, defer: bool) -> int:
         factors = unit.mesh.factors
@@ -305,10 +261,28 @@ class Reducer:
 
     def _send(self, pending: Pending, sources: Sequence[Tensor], stable: bool) -> None:
         """The first exchange, which runs beside what compute does next."""
+        key = pending.unit.index, pending.target
+        first, pending.climbed, pending.replicated, pending.goes_on = self._ways.get(key) or self._find_way(
+            *key, pending
+        )
+        try:
+            self._send_segments(pending, first, sources, stable)
+        finally:
+            self.transport.close()
+
+    def _find_way(self, unit: int, target: int, pending: Pending) -> tuple[int | None, int, bool, bool]:
+        """The level of the first exchange, the levels behind it, and whether more is exchanged afterwards."""
+        mesh = pending.unit.mesh
+        first = next((i for i, g in enumerate(mesh.reduce[:target]) if not g.is_trivial), None)
+        climbed = ALL_LEVELS if first is None else first + 1
+        replicated = first is None and not mesh.replicas.is_trivial
+        goes_on = any(not group.is_trivial for group in mesh.reduce[climbed:target])
+        goes_on = goes_on or (target == ALL_LEVELS and not (mesh.replicas.is_trivial or replicated))
+        self._ways[unit, target] = first, climbed, replicated, goes_on
+        return self._ways[unit, target]
+
+    def _send_segments(self, pending: Pending, first: int | None, sources: Sequence[Tensor], stable: bool) -> None:
         unit, mesh = pending.unit, pending.unit.mesh
-        first = next((i for i, g in enumerate(mesh.reduce[: pending.target]) if not g.is_trivial), None)
-        pending.climbed = ALL_LEVELS if first is None else first + 1
-        pending.replicated = first is None and not mesh.replicas.is_trivial
         for number, (segment, source) in enumerate(zip(unit.layout.segments, sources, strict=True)):
             rows: Rows = (source,)
             if segment.trainable and first is not None:
@@ -385,14 +359,16 @@ class Reducer:
                 add_rows(partial.sums[number], rows, 1.0, accumulate=True)
                 rows, level = (partial.sums[number],), max(level, GRADS_LEVEL)
             if pending.target == ALL_LEVELS:
-                rows = self._climb(unit, number, rows, level, ALL_LEVELS)
-                if not unit.mesh.replicas.is_trivial and not pending.replicated:
-                    rows = self._over_replicas(unit, number, rows)
+                if pending.goes_on or held is not None:
+                    rows = self._climb(unit, number, rows, level, ALL_LEVELS)
+                    if not unit.mesh.replicas.is_trivial and not pending.replicated:
+                        rows = self._over_replicas(unit, number, rows)
                 has_squares = self._deliver(unit, number, rows, pending.divisor) and has_squares
         if pending.target == ALL_LEVELS:
             self.partials.pop(unit.index, None)
             unit.gradients.valid = [True] * len(unit.params)
             unit.gradients.has_squares = has_squares
+        self._release(pending.slot)
 
     def _numels_at_grads(self, unit: Unit) -> list[int]:
         return [segment.numel // unit.mesh.factors.grads for segment in unit.layout.segments]
@@ -434,9 +410,11 @@ class Reducer:
 
     def _runs(self, unit: Unit, number: int) -> list[tuple[int, int, bool]]:
         """Stretches of the gradient range whose content is all valid (add) or all not (write)."""
+        segment, valid = unit.layout.segments[number], unit.gradients.valid
+        if all(valid) or not any(valid):
+            return [(0, segment.range_numel, valid[0])]
         before = sum(len(segment.params) for segment in unit.layout.segments[:number])
-        segment = unit.layout.segments[number]
-        valid = unit.gradients.valid[before : before + len(segment.params)]
+        valid = valid[before : before + len(segment.params)]
         if all(valid) or not any(valid):
             return [(0, segment.range_numel, valid[0])]
         runs, index = [], unit.mesh.range_index

@@ -47,7 +47,7 @@ class Residency:
             self.reducer.vacate()
         if self._is_blocked(slot):
             slot = self._overflow_slot(unit)
-        else:
+        elif slot.shares:
             self._evict_sharing(slot)
         self.gatherer.start(unit, slot)
 
@@ -135,14 +135,16 @@ class Residency:
     def _is_blocked(self, slot: Slot) -> bool:
         if slot.state is SlotState.GRADS:
             return True
+        grads = SlotState.GRADS
         for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
-            if other.pins or other.state is SlotState.GRADS:
+            if other.pins or other.state is grads:
                 return True
         return False
 
     def _evict_sharing(self, slot: Slot) -> None:
+        empty = SlotState.EMPTY
         for other in slot.shares:  # a generator costs more than this loop
-            if other.state is not SlotState.EMPTY:
+            if other.state is not empty:
                 self.gatherer.finish(other)
                 other.to(SlotState.EMPTY)
             if other.freed is not None:

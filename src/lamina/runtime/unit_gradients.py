@@ -13,15 +13,16 @@ Note [Squares]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from operator import attrgetter, is_, or_
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lamina.core.layout import UnitLayout
+from lamina.core.parameter_loops import any_there, are_same, bind_gradients, gradients_of
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
@@ -29,7 +30,7 @@ from lamina.core.slots import DebugMode
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
 from lamina.runtime.summing import make_squares, split_squares
 
-_grad_of, _local_of = attrgetter("grad"), attrgetter("_local")
+_local_of = attrgetter("_local")
 _hooks_of, _late_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -100,9 +101,8 @@ class UnitGradients:
         """Give the memory of gradients that nobody has any more back to the allocator, until the next reduction."""
         if not self.ranges or self._are_away or self.fresh:  # fresh: what p.grad was is set aside there
             return
-        with AS_PLAIN():
-            if any(grad is not None and type(grad) is not PendingGradient for grad in map(_grad_of, self.params)):
-                return
+        if any(grad is not None and type(grad) is not PendingGradient for grad in gradients_of(self.params)):
+            return
         held = self._held_elsewhere() or ()
         for position, is_held in enumerate(held):
             if is_held:
@@ -140,10 +140,16 @@ class UnitGradients:
         self.make()
         self.replace_moved_views()
         self.earlier, self.has_squares = {}, False
-        held = self._held_elsewhere()
+        held, grads = self._held_elsewhere(), gradients_of(self.params)
+        if held is None and not any_there(grads):
+            self.valid, self.had = [False] * len(grads), [False] * len(grads)
+        else:
+            self._note(grads, held)
+        if self.plain:
+            self.hide_hooks()
+
+    def _note(self, grads: Sequence[Tensor | None], held: Sequence[bool] | None) -> None:
         hooked = {id(registry) for registry, _ in self.hidden}
-        with AS_PLAIN():
-            grads = list(map(_grad_of, self.params))
         for i, grad in enumerate(grads):
             if type(grad) is PendingGradient:
                 grad = None
@@ -158,8 +164,6 @@ class UnitGradients:
             view = self.views[i]
             if grad is not view:
                 local_of(view).copy_(self._part_of(grad, i))
-        if self.plain:
-            self.hide_hooks()
 
     def _part_of(self, grad: Tensor, position: int) -> Tensor:
         """The elements of a gradient that lie on this rank."""
@@ -216,9 +220,11 @@ class UnitGradients:
     def replace_moved_views(self) -> None:
         """`p.grad.data = ...`, `model.to_empty()` and the like give a view memory of its own: it is the user's then."""
         if self._locals:
-            at_home = list(map(is_, map(_local_of, self.views), self._locals))
+            at_home = are_same(map(_local_of, self.views), self._locals)
         else:
             at_home = self.in_place(range(len(self.views)))
+        if all(at_home):
+            return
         for position, is_at_home in enumerate(at_home):
             if not is_at_home:
                 self.views[position] = self._view(position)
@@ -278,7 +284,7 @@ class UnitGradients:
         """During a backward autograd would call the user's hooks itself, with a part of the gradient."""
         with AS_PLAIN():
             registries = [*map(_hooks_of, self.params), *map(_late_hooks_of, self.params)]
-        for registry in registries:
+        for registry in registries if any(registries) else ():
             if registry:
                 self.hidden.append((registry, dict(registry)))
                 registry.clear()
@@ -314,7 +320,7 @@ class UnitGradients:
 
         A gradient that was there before stays.
         """
-        self._show(map(or_, used, self.had))
+        self._show(list(map(or_, used, self.had)))
         with AS_PLAIN():
             hooked = any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params))
         if not (hooked or self.earlier or self.arrived or self.held):
@@ -329,11 +335,17 @@ class UnitGradients:
         """No reduction came: a plain parameter shows the gradient that was set aside."""
         self._show(self.had)
 
-    def _show(self, which: Iterable[bool]) -> None:
-        self.show_hooks()
+    def _show(self, which: Sequence[bool]) -> None:
+        if self.hidden:
+            self.show_hooks()
+        are_bound = are_same(gradients_of(self.params), self.views)
+        if all(which):
+            if not all(are_bound):
+                bind_gradients(self.params, self.views)
+            return
         with AS_PLAIN():
-            for param, grad, is_shown in zip(self.params, self.views, which, strict=True):
-                if is_shown and param.grad is not grad:
+            for param, grad, is_shown, is_bound in zip(self.params, self.views, which, are_bound, strict=True):
+                if is_shown and not is_bound:
                     param.grad = grad
 
     def hold_places(self, sums_of_others: bool) -> None:

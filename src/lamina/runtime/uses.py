@@ -96,7 +96,8 @@ class Use:
             self.unit.alive_uses -= 1
 
     def __del__(self) -> None:
-        self.finish()
+        if not self.done:
+            self.finish()
 
 
 class NodeHook:
@@ -230,7 +231,10 @@ def _collect(value: Any, found: list[Tensor], depth: int) -> None:
             _collect(item, found, depth + 1)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            _collect(item, found, depth + 1)
+            if isinstance(item, Tensor):
+                found.append(item)
+            else:
+                _collect(item, found, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name, None), found, depth + 1)

@@ -43,14 +43,17 @@ class Transport(Protocol):
     def inbox(self, group: Group, number: int, size_bytes: int) -> Tensor | None:
         """Where an exchange of a unit's segment `number` has to arrive; None: anywhere."""
 
-    def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> dist.Work | None:
-        """Fill `whole` (group.size * n bytes) from every rank's `part` (n bytes), this rank's place in `whole`."""
+    def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> Exchange:
+        """Prepare: fill `whole` (group.size * n bytes) from every rank's `part` (n bytes), this rank's place in it."""
 
     def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
         """Prepare: the i-th part of `source` (group.size * n bytes) goes to rank i; what comes is in `inbox`, by rank.
 
         Where the inbox is the transport's own, this rank's part is left in `source`.
         """
+
+    def close(self) -> None:
+        """The exchanges of one unit have all been made."""
 
     def reduce_scatter(self, group: Group, part: Tensor, source: Tensor) -> dist.Work | None:
         """Sum of this rank's part of every rank's `source`, into `part`, which may be its place in `source`."""
@@ -71,12 +74,12 @@ class C10d:
     def inbox(self, group: Group, number: int, size_bytes: int) -> Tensor | None:
         return None
 
-    def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> dist.Work | None:
+    def all_gather(self, group: Group, whole: Tensor, part: Tensor) -> Exchange:
         assert group.pg is not None  # past torch.distributed's checks: 20 us of host time for each call
+        pg = group.pg
         if self.asynchronous:
-            return group.pg._allgather_base(whole, part)
-        _queue(group.pg._allgather_base(whole, part, GATHER_NOW))
-        return None
+            return functools.partial(pg._allgather_base, whole, part)
+        return lambda: _queue(pg._allgather_base(whole, part, GATHER_NOW))
 
     def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
         assert group.pg is not None
@@ -84,6 +87,9 @@ class C10d:
             return functools.partial(group.pg.alltoall_base, inbox, source, [], [])
         pg = group.pg
         return lambda: _queue(pg.alltoall_base(inbox, source, [], [], EXCHANGE_NOW))
+
+    def close(self) -> None:
+        return None
 
     def reduce_scatter(self, group: Group, part: Tensor, source: Tensor) -> dist.Work | None:
         if not self.asynchronous:

@@ -11,7 +11,8 @@ Note [Symmetric]
     3. A published range changes between two barriers: before the first, all reads of the old version have been queued
        on the same lane; after the second, the new one is there. Gathers are reads: nobody else takes part in them.
     4. A reduction pushes its parts into the peers' inboxes between two barriers of the reduce lane: after the first,
-       all ranks have summed what they got the last time; after the second, everything has arrived.
+       all ranks have summed what they got the last time; after the second, everything has arrived. One pair of them for
+       all segments of a unit, each of which has an inbox of its own.
     5. A barrier waits for ever; torch's own time limit ends in a trap that takes the process along. Whoever has proof
        that a peer will not come calls `release()`, which lets this rank's barriers pass: what they bring is rubbish,
        and never used, for the proof is raised as an error.
@@ -125,6 +126,7 @@ class Pushes(C10d):
         super().__init__(device)
         self.peers = peers
         self._numbers: dict[int, int] = {}  # inbox by its address
+        self._is_open = False  # between the two barriers
 
     def inbox(self, group: Group, number: int, size_bytes: int) -> Tensor | None:
         """Where an exchange of `size_bytes` over `group` arrives; None: anywhere, by NCCL."""
@@ -142,16 +144,24 @@ class Pushes(C10d):
             return super().exchange(group, inbox, source)
         parts = source.view(self.peers.size, -1)
         pushes = [(target, parts[place]) for place, target in self.targets(number, source.numel())]
-        return functools.partial(self.push, pushes)
+        return functools.partial(self._push, pushes)
 
-    def push(self, pushes: Sequence[tuple[Tensor, Tensor]], zeros: Sequence[Tensor] = ()) -> None:
-        """Copy into places of the peers' inboxes, each from a tensor of this rank, between two barriers. Collective."""
-        self.peers.meet(REDUCE_CHANNEL)
+    def _push(self, pushes: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.open()
         for target, part in pushes:
             target.copy_(part)
-        for target in zeros:
-            target.zero_()
-        self.peers.meet(REDUCE_CHANNEL)
+
+    def open(self) -> None:
+        """Before the first push of a reduction: all ranks have summed what they got the last time. Collective."""
+        if not self._is_open:
+            self._is_open = True
+            self.peers.meet(REDUCE_CHANNEL)
+
+    def close(self) -> None:
+        """After its last push: everything has arrived. Collective."""
+        if self._is_open:
+            self._is_open = False
+            self.peers.meet(REDUCE_CHANNEL)
 
     def targets(self, number: int, size_bytes: int) -> list[tuple[int, Tensor]]:
         """Each peer, and where in its inbox `number` this rank's part of `size_bytes` goes."""
