@@ -129,6 +129,16 @@ def test_more_ranks_need_less_memory(measures: dict[str | int, Measured]) -> Non
     assert few.peak.activation_bytes == many.peak.activation_bytes
 
 
+def test_a_million_micro_batches_take_seconds() -> None:
+    """They are alike: what the allocator does in the fourth, it does in all."""
+    begin = time.process_time()
+    few, many = (
+        lamina.plan(meta_gpt(64, 2), 2, batch=1, seq=8, strategy="zero1", accumulation=count).taken.memory
+        for count in (8, 10**6)
+    )
+    assert time.process_time() - begin < 10 and few.reserved_bytes == many.reserved_bytes
+
+
 def test_thousands_of_ranks_take_seconds() -> None:
     begin = time.process_time()
     forecast = lamina.plan(meta_gpt(layers=12), 8192, batch=4, seq=512, machine="h200")
@@ -154,6 +164,10 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(UsageError, match="gpus=2: h100 .* has 1 a node, .* no network .*--ranks N"):
         lamina.plan(model, 2, batch=1, seq=8, machine=alone)
     assert "used MiB" in str(lamina.plan(model, 1, batch=1, seq=8, machine=dataclasses.replace(alone, fixed_bytes=0.0)))
+    with pytest.raises(UsageError, match="more tokens than any run has"):
+        lamina.plan(model, 1, batch=1, seq=10**19)
+    with pytest.raises(UsageError, match="a budget of 1 B:"):
+        lamina.plan(model, 1, batch=1, seq=8, budget=1)
     for word in ("much", "1XiB", "GiB", "-1GiB", "nan", "inf GiB", 0, -1, "0"):
         with pytest.raises(UsageError, match="KiB, MiB, GiB, TiB; kB, MB"):
             parse_bytes(word)
@@ -374,6 +388,9 @@ def test_command_takes_functions_and_configs(
     assert cli.main(["plan", f"{__name__}:build_two_layers", "--batch", "1", "--seq", "8"]) == 0
     assert "Sequential" not in capsys.readouterr().err
     pytest.importorskip("transformers")
+    (tmp_path / "wrong.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "big"}))
+    assert cli.main(["plan", str(tmp_path / "wrong.json")]) == 1
+    assert "transformers does not build a model of it" in capsys.readouterr().err
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": "llama", "vocab_size": 16384, "num_key_value_heads": 2, **sizes}
     run = tmp_path / "run"  # of `lamina train`, which leaves its model inside

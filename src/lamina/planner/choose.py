@@ -77,7 +77,10 @@ def in_units(size_bytes: float, unit_bytes: int) -> str:
 
 def size_text(size_bytes: float) -> str:
     """With its unit, which small models want smaller."""
-    return f"{gib(size_bytes)} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.3g} MiB"
+    if size_bytes >= 2**30:
+        return f"{gib(size_bytes)} GiB"
+    unit, word = next(((u, w) for u, w in ((2**20, "MiB"), (2**10, "KiB")) if size_bytes >= u), (1, "B"))
+    return f"{size_bytes / unit:.3g} {word}"
 
 
 def choose(
@@ -192,7 +195,7 @@ def _nothing_fits(
     most = ", ".join(f"{name} {size_text(size)}" for name, size in parts)
     unit, word = (2**30, "GiB") if wanted >= 2**30 else (2**20, "MiB")
     ways = [] if gpus is None else [f"--gpus {gpus}, where zero3 with full recomputation fits"]
-    if any(rung.choice.transport == "peer" and not rung.choice.halved for rung in rungs):
+    if least.choice.transport == "peer" and not least.choice.halved:
         ways.append("--transport c10d, which publishes no weights")
     if measured.workload.batch > 1:
         ways.append(f"a smaller batch than {measured.workload.batch} and --accumulate")

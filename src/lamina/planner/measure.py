@@ -43,6 +43,7 @@ from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.units import UnitPlan, plan_units
 
 _aten: Any = torch.ops.aten
+MOST_TOKENS = 1 << 40  # of a micro-batch: sizes in bytes stay numbers that torch can hold
 MANY_OPERATIONS = 100_000  # of a forward and backward; 126 blocks have 30,000
 Loss = Callable[[nn.Module, Mapping[str, Tensor] | Sequence[Tensor]], Tensor]
 
@@ -115,6 +116,10 @@ def check_sizes(batch: int, seq: int) -> None:
     for word, value in (("batch", batch), ("seq", seq)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{word}={value!r}: a positive number is wanted")
+    if batch * seq > MOST_TOKENS:
+        raise UsageError(
+            f"batch={batch}, seq={seq}: more tokens than any run has; up to {MOST_TOKENS} can be asked for"
+        )
 
 
 def default_loss(model: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:

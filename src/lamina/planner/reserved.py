@@ -41,6 +41,7 @@ COMPUTE, REDUCE_LANE, GATHER_LANE = 0, 1, 2
 WORKSPACE_BYTES = 32 << 20  # that torch gives a matrix library on Hopper
 NORM_CHUNK_NUMEL = 1 << 16  # elements for which torch's norm of lists writes one partial sum
 CHECK_CHUNK_BYTES = 1 << 20  # of weights that are compared at a time, as numbers of 8 bytes
+MOST_MICRO_BATCHES = 4  # of a step that are followed, the last among them: those between are alike
 MOST_STEPS = 6  # that are followed; after the second, hardly any adds anything
 
 
@@ -154,13 +155,14 @@ class _Run:
         complete = self.factors.grads == self.factors.world
         if self.whole:
             self._halve()
-        for micro_batch in range(self.accumulation):
+        followed = min(self.accumulation, MOST_MICRO_BATCHES)
+        for micro_batch in range(followed):
             before, self.inputs = self.inputs, self._take([self.measured.input_bytes])
             self._give(before)
             if micro_batch == 0 or not complete:  # in between, gradients that are complete stay
                 self._give(itertools.chain.from_iterable(self.gradients.values()))
                 self.gradients.clear()
-            self._forward_and_backward(micro_batch == self.accumulation - 1)
+            self._forward_and_backward(micro_batch == followed - 1)
         self.has_sums.clear()
         self._norm()
         if not self.has_moments:
