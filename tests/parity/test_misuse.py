@@ -350,3 +350,26 @@ def test_a_bad_argument_on_one_rank_is_named_on_all(arguments: dict[str, Any], w
     assert set(failure.value.errors) == {0, 1}
     for error in failure.value.errors.values():
         assert word in error.message and "rank" in error.message
+
+
+def forward_among_full_tensors() -> list[str]:
+    model = lamina.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    said = []
+    try:
+        with lamina.gathered(model):
+            model(torch.ones(1, 4))
+    except lamina.errors.ParameterChanged as error:
+        said.append(str(error))
+    zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    try:
+        torch.func.functional_call(model, zeros, (torch.ones(1, 4),))
+    except lamina.errors.ParameterChanged as error:
+        said.append(str(error))
+    model(torch.ones(1, 4)).sum().backward()
+    return said
+
+
+def test_a_forward_inside_gathered_says_what_to_type() -> None:
+    for said in run_ranks(2, forward_among_full_tensors):
+        assert len(said) == 2
+        assert all("lamina.gathered" in text and "lamina.keep" in text and "`0.weight`" in text for text in said)

@@ -342,6 +342,7 @@ def _note_written(units: Sequence[Unit], cast: Set[Unit]) -> None:
             marks[lanes] = lanes.compute.mark()
         is_published = unit not in cast and (unit.dirty.published or not unit.dirty.value)
         unit.dirty.mark(marks[lanes], is_published)
+        unit.note_writes()
         unit.gradients.has_squares = False  # a kernel may have scaled them
 
 

@@ -70,7 +70,7 @@ class Unit:
         self.dirty = DirtyFlag(True)
         self.version = 0  # counts changes of the weights, as root forwards see them
         self.expected = [spec.trainable for spec in layout.params]  # which gradients there is a place for
-        self._versions = -1  # of the user's parameters when the last root forward began
+        self._versions = -1  # writes that are known of, as autograd counts them
         self.wanted = list(self.expected)  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
         self.requires = self.expected  # requires_grad of the user's parameters when the root forward began
@@ -268,8 +268,9 @@ class Unit:
         """
         with AS_PLAIN():
             requires = list(map(_is_trainable, self.params))
-            if not (self.communicates or self.plain):
-                self._look_at_versions()
+            if not self.plain and self.was_written():
+                self.note_writes()
+                self.dirty.mark()
         if not self._untouched():
             self.check_masters()
         if requires == self.requires:
@@ -283,12 +284,16 @@ class Unit:
             self._thaw(thawed)
         return bool(thawed)
 
-    def _look_at_versions(self) -> None:
-        """Notice writes to plain parameters of which copies are made; optimizer steps are marked by a hook."""
-        seen = sum(param._version for param in self.params)
-        if seen != self._versions:
-            self._versions = seen
-            self.dirty.mark()
+    def was_written(self) -> bool:
+        """Whether masters were changed since, through `p.local` or as plain parameters, and nobody has said so."""
+        return self._count_writes() != self._versions
+
+    def note_writes(self) -> None:
+        """All writes so far are known of."""
+        self._versions = self._count_writes()
+
+    def _count_writes(self) -> int:
+        return sum([tensor._version for tensor in (self.masters if self.communicates else self.params)])
 
     def _thaw(self, positions: Sequence[int]) -> None:
         """Give parameters that were frozen a place for their gradients; the bytes of the unit stay as they are."""

@@ -83,7 +83,7 @@ class Use:
                 f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are "
                 "given back. Type `with lamina.keep(model):` around the forward and both backwards"
             )
-        if self.version != unit.version or (unit.sharded and unit.dirty.value):
+        if self.version != unit.version or (unit.sharded and (unit.dirty.value or unit.was_written())):
             raise StateError(
                 f"the weights of `{unit.name}` were changed between its forward and this backward, so its gradients "
                 "would be a mixture: step, load and edit after the backward, or run the forward again"

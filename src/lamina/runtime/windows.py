@@ -86,6 +86,12 @@ def release_computed_weights(model: nn.Module) -> None:
 
 
 def _replaced(entry: Entry, found: object) -> str:
+    if type(found) is Tensor:  # no module takes one in place of a parameter
+        return (
+            f"`{entry.path}` is a plain tensor now, of `lamina.gathered(model)` or torch.func.functional_call: a "
+            "sharded model computes with its own weights. Call it outside, or inside `with lamina.keep(model):`: "
+            "there weights stay gathered over several forwards; for `generate` see lamina.shard(..., entry_points=)"
+        )
     what = "was deleted" if found is None else f"was replaced by a new {type(found).__name__}"
     return (
         f"`{entry.path}` {what} after lamina.shard(). Change values in place instead: `with torch.no_grad(): "
