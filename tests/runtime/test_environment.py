@@ -54,5 +54,9 @@ def test_interfaces_are_found_by_their_address() -> None:
 def test_ranks_that_do_not_meet_are_told_what_to_type() -> None:
     with pytest.raises(TransportError, match="export GLOO_SOCKET_IFNAME=.*refused"), naming_the_network():
         raise RuntimeError("Gloo connectFullMesh failed with: Connection refused")
+    with pytest.raises(TransportError, match="--max-restarts.*DISABLE_SHARE_RDZV_TCP_STORE=1"), naming_the_network():
+        raise RuntimeError("Gloo connectFullMesh failed with: Connection refused")
+    with pytest.raises(TransportError, match="ulimit -n.*files"), naming_the_network():
+        raise RuntimeError("socket: Too many open files")
     with pytest.raises(RuntimeError, match="^of another kind$"), naming_the_network():
         raise RuntimeError("of another kind")

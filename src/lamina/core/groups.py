@@ -41,7 +41,9 @@ def naming_the_network() -> Iterator[None]:
         raise TransportError(
             "ranks do not reach each other through Gloo, over which they agree on what they do. On several nodes, name "
             "the network that joins them, on each node: `export GLOO_SOCKET_IFNAME=eth0` (`ip -brief address` lists "
-            f"the interfaces). Gloo says: {error}"
+            "the interfaces). After a restart (`torchrun --max-restarts`) torch's store still has the addresses of the "
+            "processes before: `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` before torchrun. "
+            f"Gloo says: {error}"
         ) from error
 
 
