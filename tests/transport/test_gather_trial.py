@@ -15,6 +15,7 @@ from harness import run_ranks
 from lamina.errors import TransportError
 from lamina.runtime.assemble import RUNTIMES
 from lamina.transport import symmetric
+from lamina.transport.c10d import C10d
 from lamina.transport.symmetric import TRIAL_BYTES, compare_gathers, connect_gpus, trial_bytes
 from transport.test_symmetric import SharedFiles, map_file
 
@@ -57,6 +58,66 @@ def connect(folder: str, copies_ms: list[float]) -> str:
             return connect_gpus(runtime.control, runtime.mesh, 4096, [512], is_to_be_faster=True).trial
         except TransportError as error:
             return f"error: {error}"
+
+
+class Clock:
+    """Stands for a CUDA event: what has been gathered when it was recorded."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.seen: list[int] = []
+
+    def record(self) -> None:
+        self.seen = WHOLE[0].tolist() if WHOLE else []
+
+    def elapsed_time(self, end: Clock) -> float:
+        assert end.seen == [1, 1, 1, 1, 2, 2, 2, 2], end.seen
+        WHOLE[0].zero_()
+        return 1.0 + sum(self.seen)
+
+
+WHOLE: list[Tensor] = []
+
+
+def time_gathers() -> tuple[float, float]:
+    """Both ways are run, each as often as it counts, and bring everybody's part."""
+    mesh, rank = RUNTIMES[lamina.shard(nn.Linear(4, 4), transport="c10d")].mesh, dist.get_rank()
+
+    class Waiting(C10d):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(torch.device("cpu"))
+            self.asynchronous = False
+
+    class Regions:
+        place, size, _data_bytes, _device = rank, 2, 4, torch.device("cpu")
+        met = 0
+
+        def data(self, place: int) -> Tensor:
+            return torch.full((4,), place + 1, dtype=torch.uint8)
+
+        def meet(self, channel: int) -> None:
+            self.met += 1
+            if WHOLE:
+                WHOLE[0].zero_()[4 * rank : 4 * rank + 4] = rank + 1
+
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        WHOLE[:] = [torch.zeros(numel, dtype=dtype)]
+        return WHOLE[0]
+
+    peers: Any = Regions()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "C10d", Waiting)
+        patch.setattr(symmetric.torch, "empty", empty)  # type: ignore[attr-defined]
+        patch.setattr(torch.cuda, "Event", Clock)
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        found = symmetric._time_gathers(peers, mesh.gather[0], torch.device("cpu"))
+    WHOLE.clear()
+    assert peers.met == 2 * symmetric.TRIAL_ROUNDS
+    return found
+
+
+def test_both_ways_gather() -> None:
+    for rank, found in enumerate(run_ranks(2, time_gathers)):
+        assert found == (1.0 + 4 * (rank + 1),) * 2
 
 
 @pytest.mark.parametrize(("copies_ms", "begin"), [([1.0, 1.2], "a gather of"), ([1.0, 1.3], "error: a gather of")])

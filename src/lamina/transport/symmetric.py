@@ -235,17 +235,14 @@ def _time_gathers(peers: SymmetricPeers, group: Group, device: torch.device) -> 
     """Medians of this rank in ms, of a gather by copies and of one by NCCL. Collective over the group."""
     part_bytes = trial_bytes(peers._data_bytes, peers.size)
     whole = torch.empty(part_bytes * peers.size, dtype=torch.uint8, device=device)
-    parts, transport = list(whole.view(peers.size, -1).unbind()), C10d(device)
+    parts = list(whole.view(peers.size, -1).unbind())
 
     def copy() -> None:
         for step in range(1, peers.size + 1):
             place = (peers.place + step) % peers.size
             parts[place].copy_(peers.data(place)[:part_bytes])
 
-    def gather() -> None:
-        transport.all_gather(group, whole, parts[peers.place])
-
-    return _median_ms(copy, peers), _median_ms(gather, peers)
+    return _median_ms(copy, peers), _median_ms(C10d(device).all_gather(group, whole, parts[peers.place]), peers)
 
 
 def _median_ms(work: Callable[[], object], peers: SymmetricPeers) -> float:
