@@ -122,3 +122,20 @@ def edited_before_its_backward(ways: Sequence[dict[str, object]]) -> list[str]:
 def test_an_edit_between_forward_and_backward_is_named() -> None:
     for said in run_ranks(2, edited_before_its_backward, WAYS[:3]):
         assert all("were changed between its forward and this backward" in text for text in said), said
+
+
+def moved_before_the_first_forward() -> float:
+    """`model.to()` and the like give parameters other memory: taking that back is no edit of the user's."""
+    data, worst = torch.ones(2, 8, dtype=torch.float64), 0.0
+    for way in ({"transport": "peer"}, {"transport": "c10d"}, {"strategy": "zero2"}):
+        plain, model = net(), lamina.shard(net(), **way)
+        for _ in range(2):
+            for each in (plain, model):
+                each._apply(torch.clone)  # as `.to(device)` does where it moves
+                each(data).sum().backward()
+        worst = max(worst, gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()}))
+    return worst
+
+
+def test_memory_that_is_taken_back_is_no_edit() -> None:
+    assert max(run_ranks(2, moved_before_the_first_forward)) <= TOLERANCE

@@ -78,7 +78,7 @@ def record(transport: str, folder: Path) -> tuple[list[float], list[float], Reco
     return losses, traced, trace.recording, program, gathers
 
 
-TAPPED = ("enter", "leave", "_fill", "finish", "publish", "begin", "start", "settle")
+TAPPED = ("enter", "_shut", "_fill", "finish", "publish", "begin", "start", "settle")
 
 
 def first_time(labels: list[str]) -> list[str]:

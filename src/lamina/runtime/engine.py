@@ -205,14 +205,15 @@ class Engine:
 
     def leave(self, unit: Unit, slot: Slot | None) -> None:
         """The use of a forward has ended."""
-        self._shut(phase := self.phase, unit, slot)
+        self._shut(phase := self.phase, unit, slot, True)
         if phase is not None and phase.recorded is not None:
             self._pump(phase)
 
-    def _shut(self, phase: Phase | None, unit: Unit, slot: Slot | None) -> None:
-        """The modules see the persistent parameters again, the slot may be given away."""
-        unit.shut_window()
-        if slot is not None:
+    def _shut(self, phase: Phase | None, unit: Unit, slot: Slot | None, reads: bool) -> None:
+        """A use has ended: modules see the persistent parameters again, the slot may be given away."""
+        if reads:
+            unit.shut_window()
+        if reads and slot is not None:
             self.residency.release(unit, slot, phase is not None and phase.key.kind is Kind.BACKWARD)
 
     # ---- following the program ---------------------------------------------------------------------------------
@@ -347,8 +348,7 @@ class Engine:
         use.active_in = None
         if not phase.keeps_graph:
             use.finish()
-        if use.reads:
-            self._shut(phase, unit, use.slot)
+        self._shut(phase, unit, use.slot, use.reads)
         if unit.trainable and not unit.kept and (unit.alive_uses == 0 or self.gradients.all_of(unit)):
             self._finish_unit(phase, unit)
         elif phase.recorded is not None:

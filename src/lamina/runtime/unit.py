@@ -266,13 +266,13 @@ class Unit:
 
         Every one is still a view of its master: `.to()`, `.double()` and the like would have moved it.
         """
+        if not self._untouched():
+            self.check_masters()  # it may write to them
         with AS_PLAIN():
             requires = list(map(_is_trainable, self.params))
             if not self.plain and self.was_written():
                 self.note_writes()
                 self.dirty.mark()
-        if not self._untouched():
-            self.check_masters()
         if requires == self.requires:
             return False
         self.requires = requires

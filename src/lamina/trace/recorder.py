@@ -5,7 +5,7 @@ knows, at six points. While a trace runs, these methods of one engine's parts ar
 before and after; without a trace nothing is there to be asked, so a step pays nothing.
 
 Note [What is stamped]
-    1. Compute: a use from the end of `enter` to the beginning of `leave`; uses inside it interrupt it.
+    1. Compute: a use from the end of `enter` to the beginning of `_shut`; uses inside it interrupt it.
     2. Gather: from where the lane has room to where the bytes are there. On the CPU a collective tells when it has
        ended; a gather that this rank copies itself is compute's time as well, so it counts as waited for.
     3. Reduce: from where gradients begin to be laid together to where they are reduced (on the CPU: have arrived).
@@ -32,6 +32,7 @@ from lamina.core.slots import Slot, SlotState
 from lamina.planner.timeline import COMPUTE, GATHER, REDUCE, Span
 from lamina.runtime.assemble import Runtime
 from lamina.runtime.gathering import Gatherer
+from lamina.runtime.phase import Phase
 from lamina.runtime.unit import Unit
 from lamina.trace.alone import NativeUses
 from lamina.trace.clocks import Clock, Stamp, clock_of
@@ -70,7 +71,7 @@ class Recorder:
 
     def start(self) -> None:
         self._tap(self.engine, "enter", self._entering)
-        self._tap(self.engine, "leave", self._leaving)
+        self._tap(self.engine, "_shut", self._leaving)
         self._tap(self.gatherer, "_fill", self._filling)
         self._tap(self.gatherer, "finish", self._finishing_gather)
         if type(self.gatherer).publish is not Gatherer.publish:
@@ -192,10 +193,10 @@ class Recorder:
         self._open_use(op, unit)
         return found
 
-    def _leaving(self, original: Callable[..., Any], unit: Unit, *more: Any) -> None:
+    def _leaving(self, original: Callable[..., Any], phase: Phase | None, unit: Unit, *more: Any) -> None:
         self._pause()
         self._close_use(unit)
-        original(unit, *more)
+        original(phase, unit, *more)
         self._go_on()
 
     # ---- gathers -----------------------------------------------------------------------------------------------
