@@ -116,8 +116,10 @@ def compares_with_its_forecast(folder: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["plan", "--compare", str(folder), "--machine", str(machine), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     rows = {row["what"]: row for row in values["rows"]}
-    for what in ("forward of layers.*", "backward of layers.*", "forward of root", "gathers of layers.*", "optimizer"):
+    for what in ("forward of layers.*", "backward of layers.*", "forward of root", "optimizer"):
         assert rows[what]["observed_ms"] > 0 and rows[what]["forecast_ms"] > 0
+    gathers = rows["gathers of layers.*"]  # from peers on CPUs: the use itself copies, and is forecast with it
+    assert gathers["observed_ms"] > 0 and gathers["forecast_ms"] == 0
     assert sum(r["observed_ms"] for r in values["rows"] if r["adds"]) == pytest.approx(values["observed_ms"])
     assert (folder / "compare.png").stat().st_size > 10_000
 
