@@ -334,12 +334,8 @@ class Outcome:
         return self.worst <= self.tolerance
 
 
-def play(seed: int, device: str = "cpu") -> Outcome:
-    """Run one job on this rank. Any error is a fault: nothing that these jobs do is refused."""
-    case = case_of(seed, dist.get_world_size())
-    if device != "cpu":  # whose products are rounded as their addresses are aligned: with 64 bits it cannot be seen
-        has_coarse = "Coarse" in RandomModel(seed).features
-        case = replace(case, precision="own, wide masters" if has_coarse else "own")
+def run(case: Case, device: str) -> Job:
+    """All steps of a job, and what happens between them."""
     lamina.debug(case.debug)
     try:
         job = Job(case, device)
@@ -349,6 +345,16 @@ def play(seed: int, device: str = "cpu") -> Outcome:
             job.step(number)
     finally:
         lamina.debug(False)
+    return job
+
+
+def play(seed: int, device: str = "cpu") -> Outcome:
+    """Run one job on this rank. Any error is a fault: nothing that these jobs do is refused."""
+    case = case_of(seed, dist.get_world_size())
+    if device != "cpu":  # whose products are rounded as their addresses are aligned: with 64 bits it cannot be seen
+        has_coarse = "Coarse" in RandomModel(seed).features
+        case = replace(case, precision="own, wide masters" if has_coarse else "own")
+    job = run(case, device)
     features = job.plain.features | job.case.features | ({"sums in 16 bits"} if job.rounds else set())
     return Outcome(job.case, features, job.worst, job.where, job.rounding)
 

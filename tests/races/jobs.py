@@ -20,10 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch.distributed as dist
 
-import lamina
 from fuzz import walks
-from fuzz.case import STEPS
-from fuzz.play import Job, case_of
+from fuzz.play import case_of, run
 from harness import RankFailure, run_ranks, shutdown
 from mutants.faulty import faulty
 from races.judge import Race, races_in
@@ -54,16 +52,7 @@ def trace_ranks(
 
 def play(seed: int, watch: Watch) -> float:
     """A random job. Returns its largest deviation, of what may be."""
-    case = case_of(seed, dist.get_world_size())
-    lamina.debug(case.debug)
-    try:
-        job = Job(case, "cpu")
-        for number in range(STEPS):
-            for what in job.case.acts[number]:
-                job.act(what)
-            job.step(number)
-    finally:
-        lamina.debug(False)
+    job = run(case_of(seed, dist.get_world_size()), "cpu")
     watch.note_names()
     return job.worst / job.case.scheme.tolerance
 
