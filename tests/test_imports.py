@@ -29,7 +29,7 @@ LAYERS = (
     {"optim", "checkpoint", "planner"},
     {"trace"},
     {"train"},
-    {"cli"},
+    {"cli", "__main__"},
     {""},  # lamina/__init__.py
 )
 LAUNCH = {"launch", "launched", "ship"}  # one part in three files

@@ -97,6 +97,16 @@ def test_the_commands() -> None:
     assert "grep -m 1 '^pip install .*pytest' README.md" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_the_command_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code in ((["--help"], 0), (["nope"], 2)):
+        monkeypatch.setattr("sys.argv", ["lamina", *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module("lamina", run_name="__main__")
+        assert end.value.code == code
+    said = capsys.readouterr()
+    assert "lamina doctor" in said.out and "no command `nope`" in said.err
+
+
 def printed(program: Path) -> str:
     """In another process: run a program in a file (the source of its classes can be read), return what it prints."""
     stream = io.StringIO()
