@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 from predict import measured
-from rows import Row
+from rows import Row, wire_of
 
 from lamina.core.strategy import resolve
 from lamina.planner.machine import Machine, load_machine
@@ -79,7 +79,8 @@ def machine_of(card: str) -> Machine:
 def line(found: Found) -> str:
     row = found.row
     model = measured(row.size, row.tokens, row.recompute)
-    forecast = forecast_memory(model, Choice(row.strategy, found.gpus, recompute=row.recompute), found.machine)
+    choice = Choice(row.strategy, found.gpus, recompute=row.recompute, wire=wire_of(row))
+    forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     run = reserve(model, forecast.state, resolve(row.strategy, found.gpus), given=found.given, gives_back=False)
     assert run is not None
@@ -98,8 +99,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="*")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| where | model | tokens a GPU | strategy | recompute | allocated | reserved | used |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| where | model | tokens a GPU | strategy | recompute | wire | allocated | reserved | used |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for path in options.results or sorted((HERE / "results").glob("*.json")):
         for found in own_rows(path):
             print(line(found))

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from rows import LENGTH, Model, Row, precision, rows_of
+from rows import LENGTH, Model, Row, precision, rows_of, wire_of
 
 from lamina.core.strategy import resolve
 from lamina.planner.machine import Machine, load_machine
@@ -48,8 +48,8 @@ def main() -> None:
     print(f"# Predictions for {options.gpus} x {machine.device}, GiB\n")
     print("Written by `predict.py` before any of these rows was run with this code; `run.py` measures them.")
     print("*Retries*: times that the allocator gives memory back to a device that is full.\n")
-    print("| model | tokens a GPU | strategy | recompute | allocated | reserved | used | fits | retries | peak at |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| model | tokens | strategy | recompute | wire | allocated | reserved | used | fits | retries | peak at |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row in rows_of(options.gpus):
         print("| " + " | ".join([*map(str, row), *forecast(row, options.gpus, machine)]) + " |")
     print()
@@ -57,7 +57,7 @@ def main() -> None:
 
 def forecast(row: Row, gpus: int, machine: Machine) -> list[str]:
     """Allocated, reserved, used, whether it runs, retries, and where its peak is."""
-    choice = Choice(row.strategy, gpus, recompute=row.recompute)
+    choice = Choice(row.strategy, gpus, recompute=row.recompute, wire=wire_of(row))
     found = measured(row.size, row.tokens, row.recompute)
     memory = forecast_memory(found, choice, machine)
     beside_bytes = memory.used_bytes - memory.reserved_bytes

@@ -22,6 +22,7 @@ class Row(NamedTuple):
     tokens: int  # a GPU
     strategy: str
     recompute: str
+    wire: str = ""  # dtype in which gradients travel, if not that of compute
 
 
 FITTED = [Row("1b", 8192, "zero3", "none"), Row("1b", 2048, "zero3", "none")]  # the rows of the constants
@@ -40,6 +41,7 @@ ONE_GPU = [
         for recompute in ("none", "full")
     ),
     Row("1b", 2048, "zero3", "selective"),
+    Row("1b", 8192, "zero3", "none", "float32"),
     Row("3b", 8192, "zero3", "selective"),
     Row("8b", 2048, "zero3", "none"),
 ]
@@ -49,8 +51,12 @@ def rows_of(gpus: int) -> list[Row]:
     return ONE_GPU if gpus == 1 else ROWS
 
 
-def precision() -> lamina.Precision:
-    return lamina.Precision(compute=torch.bfloat16, keep=())
+def wire_of(row: Row) -> torch.dtype | None:
+    return getattr(torch, row.wire) if row.wire else None
 
 
-__all__ = ["LENGTH", "SIZES", "Model", "Row", "precision", "rows_of"]
+def precision(wire: torch.dtype | None = None) -> lamina.Precision:
+    return lamina.Precision(compute=torch.bfloat16, wire=wire, keep=())
+
+
+__all__ = ["LENGTH", "SIZES", "Model", "Row", "precision", "rows_of", "wire_of"]

@@ -23,7 +23,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from rows import LENGTH, SIZES, Model, Row, precision, rows_of
+from rows import LENGTH, SIZES, Model, Row, precision, rows_of, wire_of
 
 import lamina
 
@@ -41,7 +41,7 @@ def measure(row: Row) -> dict:
         with lamina.deferred(seed=0):
             model = Model(row.size)
         model = lamina.shard(
-            model, strategy=row.strategy, precision=precision(), recompute=row.recompute, transport="c10d"
+            model, strategy=row.strategy, precision=precision(wire_of(row)), recompute=row.recompute, transport="c10d"
         )
         optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4)
         shape = (row.tokens // LENGTH, LENGTH)

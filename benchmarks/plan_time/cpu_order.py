@@ -153,7 +153,6 @@ def main() -> None:
                 options.ranks,
                 accumulation=count,
                 compute_bytes=4,
-                wire_bytes=4,
                 sums="exchange",
                 transport=transport_of(name),
             )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from lamina.planner.workload import Choice, MatrixProduct, UnitWork, Workload
 
 SHAPES = {  # width, heads, layers
@@ -74,7 +76,7 @@ def read_run(row: Mapping[str, str]) -> Run:
         recompute="full" if row["Activation Checkpointing"] == "True" else "none",
         accumulation=accumulation,
         compute_bytes=2,
-        wire_bytes=2 if row["MP Mode"] == "PURE" else 4,
+        wire=None if row["MP Mode"] == "PURE" else torch.float32,
         sums="ring",
         # FSDP1 keeps two blocks; SHARD_GRAD_OP keeps all from forward to backward
         slots=2 if row["Sharding Strategy"] == "FULL_SHARD" else len(workload.units),

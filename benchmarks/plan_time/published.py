@@ -11,6 +11,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
+
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.rates import Reached
 from lamina.planner.time import StepTime, forecast_time
@@ -94,7 +96,7 @@ def main() -> None:
 
     print("| figure | published | forecast | error |\n|---|---|---|---|")
     for gpus, published in ((8, 5762), (128, 5605)):
-        choice = Choice("zero3", gpus, recompute="selective", wire_bytes=4, sums="ring")
+        choice = Choice("zero3", gpus, recompute="selective", wire=torch.float32, sums="ring")
         found = ask(llama_8b(2, 8192), choice, slow_h100).tokens_per_s / gpus
         row(f"Llama-3.1-8B, {gpus} H100, eager, tokens/s a GPU", published, found)
     for batch, published in ((1, 173), (2, 186)):

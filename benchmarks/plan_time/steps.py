@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -71,6 +72,8 @@ BEFORE = {
     "early_gathers_1b_2xH200": (0, 4),
     "captured_1b_2048_2xH200": (0, 0),
     "published_in_the_step_1b_2xH200": (0, 0),
+    "experts_bound_1xH200": (0, 0),
+    "experts_beside_fsdp2_1xH200": (0, 0),
 }
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
 
@@ -115,38 +118,37 @@ def forecast(way: str, measured: Measured, machine: Machine, world: int, before_
     more_bytes = measured.numel / world * before_bytes
     if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
-        choice = dataclasses.replace(choice, world=1, compute_bytes=4, wire_bytes=4)
+        choice = dataclasses.replace(choice, world=1, compute_bytes=4)
         more_bytes = measured.numel / world * BOUND_BYTES - measured.numel * (READ + 2 * UPDATED)
     ms = forecast_time(measured.workload, choice, machine, reached).total_ms
     return ms + Rates(machine, reached).memory_ms(more_bytes)
 
 
+@functools.cache
 def measured_model(size: str, tokens: int) -> Measured:
     """gpu_step's model of this size, by what it asks for on meta."""
     with torch.device("meta"):
         model: nn.Module = module_at(BENCHMARKS / "gpu_step" / "model.py").Model(size)
     found = measure(model, tokens // SEQ, SEQ, precision=lamina.Precision(compute=torch.bfloat16, keep=()))
-    # all rows are of runtimes that gathered embeddings for their backward as well
+    # all rows of more than one GPU are of runtimes that gathered embeddings for their backward as well
     units = tuple(dataclasses.replace(unit, is_lookup=False) for unit in found.workload.units)
     return dataclasses.replace(found, workload=dataclasses.replace(found.workload, units=units))
 
 
 def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
-    known: dict[int, Measured] = {}
     for path in sorted((BENCHMARKS / "gpu_step" / "results").glob("*.json")):
         data = json.loads(path.read_text())
         found = re.search(r"--tokens (\d+)", data["command"])
         tokens = int(found[1]) if found else 8192
-        size = re.search(r"_(\d+b)_", path.name)
-        assert size is not None and size[1] == "1b", f"{path.name}: only rows of 1b have been read so far"
-        if tokens not in known:
-            known[tokens] = measured_model(size[1], tokens)
+        size, gpus = re.search(r"(1b|experts)_", path.name), re.search(r"_(\d)x", path.name)
+        assert size is not None and gpus is not None, f"{path.name}: only rows of 1b and experts have been read so far"
+        measured = measured_model(size[1], tokens)
         card = "h200" if "H200" in data["card"] else "h100"
         for row in data["rows"] if card in machines else ():
             way = row["way"]
             if way.removesuffix("-captured") in KNOWN:
                 more_bytes = 0 if "bound" in way else BEFORE[path.stem]["peer" in way]
-                ms = forecast(way, known[tokens], machines[card], 2, more_bytes)
+                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes)
                 yield Step(path.stem, card, tokens, way, row["ms"], ms, more_bytes)
 
 

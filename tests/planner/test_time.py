@@ -178,7 +178,7 @@ def test_copies_slow_compute_less_and_move_more() -> None:
         (0, "zero2", MB, {}),  # no peers: nothing is published where parameters are not split
         (6, "zero3", MB, {"accumulation": 2}),
         (0, "zero3", MB, {"transport": "c10d"}),
-        (0, "zero3", MB, {"wire_bytes": 4}),
+        (0, "zero3", MB, {"wire": torch.float32}),
         (0, "zero1", MB, {"accumulation": 2}),  # sums wait
         (0, "ddp", MB, {}),
         (0, "hsdp", MB, {"shard_size": 2}),
@@ -202,9 +202,9 @@ def test_gradients_are_laid_out_where_the_runtime_does_so(spared: int, strategy:
     "choice, gathered, reduced, updated",
     [
         (Choice("ddp", 1), 6, 4 + 6, 32),
-        (Choice("ddp", 1, compute_bytes=4, wire_bytes=4), 0, 0, 32),  # torch's own autograd
+        (Choice("ddp", 1, compute_bytes=4), 0, 0, 32),  # torch's own autograd
         (Choice("ddp", 2), 6, 4 + 6 + 8, 32),  # to fp32, which is summed; and out of there
-        (Choice("ddp", 2, compute_bytes=4, wire_bytes=4), 0, 8 + 8, 32),
+        (Choice("ddp", 2, compute_bytes=4), 0, 8 + 8, 32),
         (Choice("ddp", 2, accumulation=4), 1.5, 4 + 10 + 8 / 4, 32),  # each micro-batch is added to sums in fp32
         (Choice("zero3", 4), 6 / 4, 4 + (4 * 2 + 4) / 4, 32),
         (Choice("zero3", 4, sums="ring"), 6 / 4, 4 + (2 + 4) / 4, 32),
@@ -228,8 +228,8 @@ def test_what_the_runtime_moves_by_hand(choice: Choice, gathered: float, reduced
     "choice, gathered, reduced, updated",
     [
         # masters are cast; gradients laid out, added row by row; update: two reads, three written where they were read
-        (Choice("zero1", 4, compute_bytes=4, wire_bytes=4, sums="exchange"), 12 / 4, 12 + 4 * 12 / 4, 8 + 24),
-        (Choice("ddp", 2, compute_bytes=4, wire_bytes=4), 0, 12 + 12, 8 + 24),
+        (Choice("zero1", 4, compute_bytes=4, sums="exchange"), 12 / 4, 12 + 4 * 12 / 4, 8 + 24),
+        (Choice("ddp", 2, compute_bytes=4), 0, 12 + 12, 8 + 24),
         # what is published is copied whole, what is the others' laid out once more, and each row read where it is
         (Choice("zero3", 4, transport="peer"), 2 + 4, 2 + 4 + 0.75 * (2 + 4) + 4 * (2 + 8) / 4, 8 + 24 + 4 + 4),
         (Choice("zero3", 4, transport="peer", halved=True), 2 + 4, 2 + 4 + 4.5 + 10, 8 + 24 + (16 + 42) * 3 / 2),
@@ -263,14 +263,15 @@ def test_gradients_exchanged_between_nodes_take_every_card_many_times() -> None:
     """16-bit gradients go all-to-all: between nodes of 8 that is 8 times a ring's traffic, inside one the same."""
     machine = dataclasses.replace(ROUND, network_bytes_per_s=20e9)
 
-    def reduce_ms(world: int, sums: str, wire_bytes: int = 2) -> float:
-        choice = Choice("zero3", world, sums=sums, wire_bytes=wire_bytes)
+    def reduce_ms(world: int, sums: str, wire: torch.dtype | None = None) -> float:
+        choice = Choice("zero3", world, sums=sums, wire=wire)
         return forecast(blocks(1), choice, machine).reduce_ms
 
     assert reduce_ms(8, "exchange") == pytest.approx(reduce_ms(8, "ring"))
     assert reduce_ms(64, "exchange") == pytest.approx(8 * reduce_ms(64, "ring"), rel=0.05)
     assert reduce_ms(64, "auto") == reduce_ms(64, "exchange")
-    assert reduce_ms(64, "auto", 4) == reduce_ms(64, "ring", 4) < reduce_ms(64, "exchange", 4)
+    auto, by_ring, exchanged = (reduce_ms(64, sums, torch.float32) for sums in ("auto", "ring", "exchange"))
+    assert auto == by_ring < exchanged
 
 
 def test_hybrid_spares_a_slow_network_once_it_accumulates() -> None:

@@ -275,7 +275,7 @@ def test_a_plan_gathers_what_ranks_gather() -> None:
     for embedding in (nn.Embedding, Scaled):
         workload = measure(language_model(embedding), 2, 4, units=UNITS).workload
         for compiled in (False, True):
-            choice = Choice("zero3", 2, slots=2, compute_bytes=4, wire_bytes=4, compiled=compiled)
+            choice = Choice("zero3", 2, slots=2, compute_bytes=4, compiled=compiled)
             steps = forecast_time(workload, choice, load_machine("h100")).schedule.program.steps
             counts = [sum(s == Step(Op.GATHER, i) for s in steps) for i in range(len(workload.units))]
             first.append(counts[0])

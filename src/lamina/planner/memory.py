@@ -100,6 +100,7 @@ def forecast_memory(
         on_gpu,
         peers=choice.transport == "peer",
         halved=choice.halved,
+        wire=choice.wire,
     )
     lasting = state.lasting + measured.input_bytes + (2 * WORKSPACE_BYTES if on_gpu else 0)
     moments = [

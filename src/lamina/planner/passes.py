@@ -110,7 +110,7 @@ def lays_out(unit: UnitWork, choice: Choice, factors: Factors, on_cpu: bool = Fa
     """Whether gradients are copied side by side before they are reduced (runtime/direct.py, Note [Direct] 2)."""
     if on_cpu or not is_published(choice, factors):
         return True
-    if choice.gradients != "auto" or choice.wire_bytes != choice.compute_bytes:
+    if choice.gradients != "auto" or choice.wire is not None:
         return True
     return sums_wait(choice, factors) or must_lay_out(lay_out(unit.name, unit.params, factors.optimizer), factors)
 

@@ -263,7 +263,7 @@ def plan(
         captured=capture,
         slots=slots,
         compute_bytes=compute.itemsize,
-        wire_bytes=(chosen.wire or compute).itemsize,
+        wire=chosen.wire,
         transport="peer" if chosen.halves else transport,
         halved=chosen.halves,
         sums="exchange" if kind == "cpu" and slots > 1 else "auto",

@@ -205,7 +205,8 @@ class _Run:
             self.has_tried_kernel = True
             self._give([self.memory.take(FP32_BYTES, REDUCE_LANE) for _ in range(3)])
         peers = self.state.is_one_sided
-        for role, size_bytes in reduction_buffers(layout, self.factors, self.accumulation, False, peers):
+        wire = self.state.wire
+        for role, size_bytes in reduction_buffers(layout, self.factors, self.accumulation, False, peers, wire):
             self._buffer(role, size_bytes)
         if not last and self.factors.grads != self.factors.world and index not in self.has_sums:
             self.has_sums.add(index)
@@ -219,8 +220,7 @@ class _Run:
         held = self.buffers.get(role)
         if not size_bytes or (held is not None and held[1] >= size_bytes):
             return
-        stream = COMPUTE if role.startswith("staging") else REDUCE_LANE
-        self.buffers[role] = self.memory.take(size_bytes, stream), size_bytes
+        self.buffers[role] = self.memory.take(size_bytes, REDUCE_LANE), size_bytes
         if held is not None:
             self.memory.give(held[0])
 

@@ -48,6 +48,7 @@ class State:
     layouts: tuple[UnitLayout, ...]
     shared: int = 0  # of the above, what peers read or write: on GPUs memory that is not the caching allocator's
     halved: bool = False  # masters are published weights and remainders
+    wire: torch.dtype | None = None  # in which gradients travel; None: as they are computed
 
     @property
     def is_one_sided(self) -> bool:
@@ -68,6 +69,7 @@ def state_of(
     *,
     peers: bool = False,
     halved: bool = False,
+    wire: torch.dtype | None = None,
 ) -> State:
     """State of a rank under AdamW.
 
@@ -90,13 +92,13 @@ def state_of(
     alone = factors.world == 1 and all(plain)  # torch's own autograd: nothing is reduced
     buffers: dict[str, int] = {}
     for layout in () if alone else layouts:
-        for role, size_bytes in reduction_buffers(layout, factors, accumulation, slots > 1 and not on_gpu, peers):
+        for role, size_bytes in reduction_buffers(layout, factors, accumulation, slots > 1 and not on_gpu, peers, wire):
             buffers[role] = max(buffers.get(role, 0), size_bytes)
     published = sum(_published_bytes(layout, factors) for layout in layouts)
     exchanged = 0
     if peers:
         published = published_places(layouts, [factors] * len(layouts))[1]
-        exchanged = _exchanged_bytes(layouts, factors, published, on_gpu)
+        exchanged = _exchanged_bytes(layouts, factors, published, on_gpu, wire)
     return State(
         masters=sum(s.range_numel * _master_bytes(s, halved) for layout in layouts for s in layout.segments),
         optimizer=sum(map(_adam_bytes, layouts)),
@@ -111,6 +113,7 @@ def state_of(
         layouts=tuple(layouts),
         shared=published + exchanged if peers else 0,
         halved=halved,
+        wire=wire,
     )
 
 
@@ -129,9 +132,11 @@ def _master_bytes(segment: Segment, halved: bool) -> int:
     return REMAINDER_BYTES if halved and may_be_halved(segment) else segment.master.itemsize
 
 
-def _exchanged_bytes(layouts: Sequence[UnitLayout], factors: Factors, published: int, on_gpu: bool) -> int:
+def _exchanged_bytes(
+    layouts: Sequence[UnitLayout], factors: Factors, published: int, on_gpu: bool, wire: torch.dtype | None
+) -> int:
     """Where peers' gradients arrive (GPUs), or where this rank's lie for them (CPU)."""
-    sizes = inbox_bytes(layouts, None)
+    sizes = inbox_bytes(layouts, wire)
     return sum(sizes) if on_gpu else place_outboxes(sizes, factors.params, published)[1] - published
 
 
@@ -156,15 +161,21 @@ def _accumulated_bytes(layout: UnitLayout, factors: Factors) -> int:
 
 
 def reduction_buffers(
-    layout: UnitLayout, factors: Factors, accumulation: int, use_inbox: bool, peers: bool = False
+    layout: UnitLayout,
+    factors: Factors,
+    accumulation: int,
+    use_inbox: bool,
+    peers: bool = False,
+    wire: torch.dtype | None = None,
 ) -> Iterator[tuple[str, int]]:
     """(role, bytes) of what one unit's reduction needs of its own; units share the buffers of a role."""
     sums_wait = accumulation > 1 and factors.grads == 1 and factors.world > 1  # whole, in fp32: they are what is sent
     for number, segment in enumerate(layout.segments):
-        if not factors.shards_parameters:  # else gradients lie over the weights, in the slot
-            yield f"staging {number}", segment.compute_bytes
+        travels = wire if wire is not None and segment.compute.is_floating_point else segment.compute
+        if wire is not None or not factors.shards_parameters:  # else gradients lie over the weights, in the slot
+            yield f"staging {number}", segment.numel * travels.itemsize
         if segment.trainable:
-            sent = wide_bytes(segment.master) if sums_wait else segment.compute.itemsize
+            sent = wide_bytes(segment.master) if sums_wait else travels.itemsize
             yield from _climb(number, segment, factors, sent, use_inbox, peers)
 
 

@@ -53,7 +53,7 @@ def _takes_peers(choice: Choice, factors: Factors, measured: Measured, machine: 
     if machine.is_cpu and choice.slots == 1:
         return False
     on_gpu = measured.kind == "cuda"
-    state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu, peers=True)
+    state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu, peers=True, wire=choice.wire)
     if machine.is_cpu:
         return state.shared * factors.params <= AUTO_HOST_SHARE * machine.memory_bytes * machine.gpus_per_node
     return state.shared <= AUTO_SHARE * machine.memory_bytes

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from lamina.core.layout import ParamSpec
 from lamina.core.strategy import Strategy
 
@@ -81,7 +83,7 @@ class Choice:
     recompute: str | int = "none"  # "none", "full", "selective", or n for every n-th block
     accumulation: int = 1  # micro-batches of a step
     compute_bytes: int = 2  # of an element of the compute dtype
-    wire_bytes: int = 2  # of a gradient element on its way
+    wire: torch.dtype | None = None  # in which gradients travel (`Precision(wire=)`); None: as they are computed
     slots: int = 3
     # how gradients are summed: "exchange" (all-to-all, then locally), "ring" (reduce-scatter), or "auto": what the
     # runtime does on GPUs, exchanges of 16 bit and rings of 32; on a CPU it exchanges both
@@ -92,4 +94,8 @@ class Choice:
     compiled: bool = False  # each unit but the root by itself
     captured: bool = False  # the step is one CUDA graph (lamina.capture): the device never waits for the host
     chunked_loss: bool = False  # output layer and loss a few tokens at a time, and again in backward
-    optimizer: str = "adamw"
+
+    @property
+    def wire_bytes(self) -> int:
+        """Of an element of a gradient on its way."""
+        return self.compute_bytes if self.wire is None else self.wire.itemsize
