@@ -6,13 +6,15 @@ Pure: no communication, no device.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lamina.core.strategy import resolve
 from lamina.planner.machine import Machine
+from lamina.planner.rates import alignment
 from lamina.planner.time import StepTime, forecast_time
-from lamina.planner.workload import Choice, Workload
+from lamina.planner.workload import Choice, MatrixProduct, UnitWork, Workload
 
 LEAST = 0.01  # more tokens a second: less is not worth a change
 MUCH = 1.0  # from here on it is said in times
@@ -33,7 +35,10 @@ def gains(
     found = []
     changes = _changes(time, choice, machine, fits)
     tried = ((words, forecast_time(workload, changed, machine).tokens_per_s) for words, changed in changes)
-    for words, tokens_per_s in itertools.chain(tried, others):
+    rounded = (
+        (words, forecast_time(changed, choice, machine).tokens_per_s) for words, changed in _rounded(workload, machine)
+    )
+    for words, tokens_per_s in itertools.chain(tried, rounded, others):
         more = tokens_per_s / time.tokens_per_s - 1
         if more >= LEAST:
             much = f"{more:.0%} more" if more < MUCH else f"{1 + more:.1f} times the"
@@ -68,3 +73,30 @@ def _changes(
     elif fits(halved):
         words = "transport='peer' with Precision(halves=True) (without, there is no room; not timed on GPUs so far)"
         yield f"{words}; {slowed}", halved
+
+
+def _rounded(workload: Workload, machine: Machine) -> Iterator[tuple[str, Workload]]:
+    """Sizes that are no multiples of 8 rounded up to such: Note [Odd sizes] in rates.py."""
+    if machine.is_cpu:
+        return
+    names, units = [], []
+    for unit in workload.units:
+        odd = [p for p in unit.forward_products if _is_odd(p)]
+        sizes = {frozenset((p.n, p.k)) for p in odd}
+        names += [f"{p.name} {p.shape}" for p in unit.params if frozenset(p.shape[-2:]) in sizes]
+        units.append(_with_rounded(unit) if odd else unit)
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"sizes that are multiples of 8: {names[0]}{others}", replace(workload, units=tuple(units))
+
+
+def _is_odd(product: MatrixProduct) -> bool:
+    return product.dtype_bytes == 2 and not product.is_attention and alignment(product.n, product.k) < 8
+
+
+def _with_rounded(unit: UnitWork) -> UnitWork:
+    products = tuple(
+        replace(p, n=8 * math.ceil(p.n / 8), k=8 * math.ceil(p.k / 8)) if _is_odd(p) else p
+        for p in unit.forward_products
+    )
+    return replace(unit, forward_products=products)

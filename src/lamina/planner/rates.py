@@ -7,6 +7,13 @@ takes a latency plus its bytes over the slowest link in its way.
 
 `Reached` is what a program makes of these rates; it is the only thing that is ever fitted to whole steps.
 
+Note [Odd sizes]
+    A GPU's fast kernels for 16-bit products read 16 bytes at once, which each row of the three matrices must begin at a
+    multiple of. Rows are n or k elements long, so where one of them is no multiple of 8, another kernel runs, at a rate
+    of its own. One H200, torch 2.11, (64 x 320 and 8192, k) by (k, n) and both products of its backward, n and k around
+    1000 and 1430: 407 to 587 TFLOP/s for multiples of 8, 154 to 200 for multiples of 4 and of 2, 79 to 124 for odd ones
+    (benchmarks/plan_time/results/odd_sizes_h200.txt).
+
 Pure: no communication, no device.
 """
 
@@ -21,6 +28,8 @@ from lamina.planner.machine import Machine, MatrixPoint
 # Share of the network itself in what a ring takes from node to node; the rest are the links inside a node, one for each
 # further member of the group there. NCCL's own cost model (src/graph/tuning.cc, ring, LL128): 4.0 us and seven of 1.9
 NETWORK_HOP = 0.25
+# Note [Odd sizes]: how many times the operations of an aligned product take, by the largest power of 2 in n and k
+ODD_TIMES = {1: 7.0, 2: 3.6, 4: 3.6, 8: 1.0}
 NEAR = 0.25  # squared distance in octaves at which a measured shape speaks for half of what it could
 
 
@@ -166,13 +175,19 @@ def roofline_ms(
     rate = machine.matrix_fp32_flops_per_s if dtype_bytes > 2 else machine.matrix_flops_per_s
     if dtype_bytes == 1:
         rate *= fp8_speedup
+    if dtype_bytes == 2 and not machine.is_cpu:
+        rate /= ODD_TIMES[alignment(n, k)]
     traffic_bytes = batch * dtype_bytes * (m * k + k * n + m * n)
     return (2.0 * batch * m * n * k / rate + traffic_bytes / machine.memory_bytes_per_s) * 1e3
 
 
 def correction(machine: Machine, m: int, n: int, k: int, dtype_bytes: int = 2) -> float:
-    """Measured over expected time near this shape: a mean of the measured points, the nearest first."""
-    points = [p for p in machine.matrix_points if p.dtype_bytes == dtype_bytes]
+    """Measured over expected time near this shape: a mean of the measured points, the nearest first.
+
+    Points of another alignment are of other kernels, and say something only where there are none of this one.
+    """
+    of_dtype = [p for p in machine.matrix_points if p.dtype_bytes == dtype_bytes]
+    points = [p for p in of_dtype if alignment(p.n, p.k) == alignment(n, k)] or of_dtype
     if not points:
         return 1.0
     weighted, weights = 0.0, 0.0
@@ -181,6 +196,11 @@ def correction(machine: Machine, m: int, n: int, k: int, dtype_bytes: int = 2) -
         weighted += weight * math.log(point.ms / roofline_ms(machine, point.m, point.n, point.k, 1, dtype_bytes))
         weights += weight
     return math.exp(weighted / weights)
+
+
+def alignment(n: int, k: int) -> int:
+    """The largest power of 2, up to 8, that divides the length of every row of the three matrices."""
+    return math.gcd(n, k, 8)
 
 
 def _distance2(point: MatrixPoint, m: int, n: int, k: int) -> float:
