@@ -87,6 +87,10 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
     pool = _pools.get(world)
     if pool is None:
         pool = _pools[world] = _Pool(world)
+    for other in _pools.values():
+        if other is not pool:
+            other.rest()
+    pool.wake()
     try:
         return pool.run(Call(payload, modules, _settings.debug), timeout)
     finally:
@@ -184,6 +188,8 @@ class _Pool:
 
         self.world = world
         self.spoiled = False
+        self._calm = False  # no model lives on any rank, whose watch would miss the others
+        self._resting = False
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="lamina-ranks-")
         context = _fork_server()
@@ -219,6 +225,22 @@ class _Pool:
             raise RankFailure(errors, results)
         return [results[rank] for rank in range(self.world)]
 
+    def rest(self) -> None:
+        """Stop the ranks until `wake`: each has a thread of Gloo's that wakes a hundred times a second."""
+        if self._calm and not self._resting:
+            self._signal(signal.SIGSTOP)
+            self._resting = True
+
+    def wake(self) -> None:
+        if self._resting:
+            self._signal(signal.SIGCONT)
+            self._resting = False
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
+
     def kill(self) -> None:
         for process in self._processes:
             if process.is_alive():
@@ -237,6 +259,7 @@ class _Pool:
         in_step = all(isinstance(answer, Settled) and answer.in_step for answer in answers.values())
         crowded = any(isinstance(answer, Settled) and answer.groups > MAX_GROUPS for answer in answers.values())
         self.spoiled = bool(silent) or not in_step or crowded
+        self._calm = all(isinstance(answer, Settled) and answer.calm for answer in answers.values())
 
     def _collect(self, timeout_s: float) -> tuple[dict[int, Any], set[int]]:
         """One message from every rank (None where it died), and the ranks that were silent."""

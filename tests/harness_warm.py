@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 
 # torch._dynamo: the first torch.optim optimizer of a process imports it, 1.7 s of CPU time; a model of transformers
 # costs as much, once in every rank that has one, and makes every later look for garbage there ten times as long.
@@ -18,5 +19,6 @@ gc.disable()
 for name in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+IMPORTED = frozenset(sys.modules)
 gc.freeze()
 gc.enable()

@@ -7,6 +7,7 @@ function up by module name.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -26,6 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+PR_SET_PDEATHSIG = 1
+
 
 class Call(NamedTuple):
     payload: bytes  # pickle of (fn, args, kwargs)
@@ -41,11 +44,14 @@ class Answer(NamedTuple):
 class Settled(NamedTuple):
     in_step: bool  # the default group still works and all ranks are at the same call
     groups: int  # process groups alive in this rank
+    calm: bool  # no model is alive on any rank
 
 
 def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: Path) -> None:
     """Entry point of a rank process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if sys.platform == "linux":  # a rank that is stopped has no thread that could see to it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test session, which ends the ranks
     _let_threads_finish()
     stack = stack_file.open("w")  # must outlive this function's locals: faulthandler keeps only its descriptor
@@ -57,11 +63,12 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
 
     torch.set_num_threads(1)
     _seed_no_missing_devices()
+    dist.distributed_c10d.ProcessGroupGloo = _OneLoop()  # type: ignore[attr-defined]
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     global _threads
-    deadline = time.monotonic() + 1.0
-    while (_threads := _gloo_threads()) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
+    deadline = time.monotonic() + 10.0
+    while (_threads := _gloo_threads() - 1) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
         time.sleep(1e-3)  # a thread has its name once it has run
     gc.collect()
     gc.freeze()  # torch's own objects need not be looked at after every call
@@ -100,6 +107,31 @@ def _let_threads_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+class _OneLoop:
+    """In place of `ProcessGroupGloo`: groups whose connections are looked after by one thread.
+
+    Each group would start one, which wakes a hundred times a second whether there is something to do or not: with a
+    dozen groups, a quarter of what a rank costs.
+    """
+
+    def __init__(self) -> None:
+        from torch.distributed import ProcessGroupGloo
+
+        self._kind: Any = ProcessGroupGloo
+        self._device = ProcessGroupGloo.create_default_device()
+
+    def __call__(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = self._kind._Options()
+        options._devices, options._threads, options._timeout = [self._device], THREADS_OF_A_GROUP, timeout
+        return self._kind(store, rank, size, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kind, name)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._kind)
+
+
 def _seed_no_missing_devices() -> None:
     """`torch.manual_seed` remembers itself and its stack for devices that may come: 7 ms for each seed, without any."""
     import torch
@@ -126,8 +158,8 @@ def _answer(call: Call) -> Answer:
 
 
 _modules = 0  # how many were imported when `_set_aside` last acted
-THREADS_OF_A_GROUP = 3  # torch's two, and Gloo's that looks after the connections
-_threads = 0  # of Gloo's, in one group
+THREADS_OF_A_GROUP = 2
+_threads = 0  # of Gloo's, in one group, without the one that looks after the connections of all
 
 
 def _set_aside() -> None:
@@ -139,7 +171,7 @@ def _set_aside() -> None:
     import torch.distributed as dist
 
     global _modules
-    if len(sys.modules) > _modules and _gloo_threads() == _threads * len(dist.distributed_c10d._world.pg_map):
+    if len(sys.modules) > _modules and _gloo_threads() == 1 + _threads * len(dist.distributed_c10d._world.pg_map):
         _modules = len(sys.modules)
         gc.freeze()
 
@@ -157,23 +189,21 @@ def _settle(calls: int) -> Settled:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        return Settled(False, 0)
-    mine = torch.tensor([calls, -calls, int(_groups_are_needed())], dtype=torch.int64)
+        return Settled(False, 0, False)
+    lives, stay = _a_model_is_alive(), _groups_stay()
+    mine = torch.tensor([calls, -calls, int(lives), int(stay)], dtype=torch.int64)
     try:
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     except RuntimeError:
-        return Settled(False, 0)
+        return Settled(False, 0, False)
     in_step = mine[:2].tolist() == [calls, -calls]
-    are_over = in_step and mine[2] == 0
+    calm = in_step and not mine[2]
+    are_over = calm and not mine[3]
     if are_over:
         _end_groups()
-    if are_over or _groups_stay():
+    if are_over or (stay and not lives):
         _set_aside()
-    return Settled(in_step, len(dist.distributed_c10d._world.pg_map))
-
-
-def _groups_are_needed() -> bool:
-    return _a_model_is_alive() or _groups_stay()
+    return Settled(in_step, len(dist.distributed_c10d._world.pg_map), bool(calm))
 
 
 def _groups_stay() -> bool:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import lamina
 from harness import run_ranks
+from kernels import kernel
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES, DOCS = ROOT / "examples", ROOT / "docs"
@@ -165,30 +166,14 @@ def test_the_mixin_is_short_and_asks_nothing_private_of_lamina() -> None:
 # -- the notebook
 
 
-def test_the_notebook_runs_on_two_ranks() -> None:
+def test_the_notebook_runs_on_two_ranks(tmp_path: Path) -> None:
     """In a Jupyter kernel, as a reader runs it."""
-    from jupyter_client.manager import start_new_kernel
-
     cells = json.loads((EXAMPLES / "first_steps.ipynb").read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    shown, failed = [], []
-
-    def output_hook(message: dict[str, Any]) -> None:
-        if message["msg_type"] == "stream":
-            shown.append(message["content"]["text"])
-        elif message["msg_type"] == "error":
-            failed.append(f"{message['content']['ename']}: {message['content']['evalue']}")
-
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    manager, client = start_new_kernel(kernel_name="python3", env=environment)
-    try:
-        for source in sources:
-            client.execute_interactive(source, output_hook=output_hook, timeout=120)
-            assert not failed, source
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-    text = "".join(shown)
+    with kernel(tmp_path) as notebook:
+        for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+            notebook.run(source)
+            assert not notebook.failures, source
+    text = "".join(notebook.shown)
     assert "on 2 CPU processes" in text and "rank 0 of 2" in text and "rank 0 of 1" in text
     first, last = map(float, re.findall(r"loss ([\d.]+) at the start, ([\d.]+)", text)[0])
     assert last < first - 0.1

@@ -9,12 +9,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from forked_ranks import Outcome, define, launched
-from harness import run_alone
+from forked_programs import run_warm
+from forked_ranks import define, launched
+from kernels import kernel
 from lamina.errors import LaunchError, UsageError
 from lamina.launch import launch
 
@@ -139,6 +139,12 @@ def run_script(folder: Path, *parts: str, before: tuple[str, ...] = ()) -> tuple
     return process.returncode, output, errors
 
 
+def run_text(text: str) -> tuple[int, str, str]:
+    process = start(["-"], stdin=subprocess.PIPE)
+    output, errors = process.communicate(text, timeout=120)
+    return process.returncode, output, errors
+
+
 def alive(process_id: int) -> bool:
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
@@ -155,41 +161,23 @@ def test_a_script_without_an_import_guard(tmp_path: Path) -> None:
 
 
 def test_a_program_read_from_standard_input() -> None:
-    process = start(["-"], stdin=subprocess.PIPE)
-    output, errors = process.communicate(program(DEFINITIONS, ON_ONE), timeout=120)
-    assert process.returncode == 0, errors
+    code, output, errors = run_warm(run_text, program(DEFINITIONS, ON_ONE))
+    assert code == 0, errors
     assert "all fine" in output
 
 
-def test_notebook_cells() -> None:
+def test_notebook_cells(tmp_path: Path) -> None:
     """A real Jupyter kernel: definitions in one cell, the launch in the next, output streamed to the cell."""
-    from jupyter_client.manager import start_new_kernel
-
-    manager, client = start_new_kernel(kernel_name="python3", env={**os.environ, "PYTHONPATH": SOURCE})
-    try:
-        streamed: list[str] = []
-        failures: list[str] = []
-
-        def output_hook(message: dict) -> None:  # type: ignore[type-arg]
-            if message["msg_type"] == "stream":
-                streamed.append(message["content"]["text"])
-            elif message["msg_type"] == "error":
-                failures.append(f"{message['content']['ename']}: {message['content']['evalue']}")
-
-        def cell(*parts: str) -> None:
-            client.execute_interactive(program(*parts), output_hook=output_hook, timeout=120)
-
-        cell(DEFINITIONS)
-        cell(USE)
-        assert not failures
-        assert "hello from 0\n" in "".join(streamed) and "all fine" in "".join(streamed)
-        cell("def broken():\n    raise ValueError('oh no')  # the line of the cell\nlaunch(broken, 1)\n")
-        (failure,) = failures
+    with kernel(tmp_path) as notebook:
+        notebook.run(program(DEFINITIONS))
+        notebook.run(program(USE))
+        assert not notebook.failures
+        shown = "".join(notebook.shown)
+        assert "hello from 0\n" in shown and "all fine" in shown
+        notebook.run("def broken():\n    raise ValueError('oh no')  # the line of the cell\nlaunch(broken, 1)\n")
+        (failure,) = notebook.failures
         assert failure.startswith("LaunchError: `broken` failed on rank 0 of 1: ValueError: oh no")
         assert "# the line of the cell" in failure and failure.count("Traceback") == 1
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
 
 
 def test_output_comes_line_by_line_while_the_ranks_run(tmp_path: Path) -> None:
@@ -210,6 +198,10 @@ def test_output_comes_line_by_line_while_the_ranks_run(tmp_path: Path) -> None:
             f"launch(work, 1, ({str(released)!r},))",
         )
     )
+    run_warm(first_line_before_the_release, script, released)
+
+
+def first_line_before_the_release(script: Path, released: Path) -> None:
     process = start([str(script)])
     assert process.stdout is not None
     assert process.stdout.readline() == "before\n"
@@ -220,8 +212,7 @@ def test_output_comes_line_by_line_while_the_ranks_run(tmp_path: Path) -> None:
 
 def test_one_error_for_the_rank_that_failed_first() -> None:
     """How the terminal of a script looks then is test_terminal.py's."""
-    found = run_alone(
-        launched,
+    found = launched(
         """
         import torch.distributed as dist
         def work():
@@ -239,8 +230,7 @@ def test_one_error_for_the_rank_that_failed_first() -> None:
 
 
 def test_a_mistake_on_every_rank_is_said_once() -> None:
-    found = run_alone(
-        launched,
+    found = launched(
         """
         from lamina.errors import UnitError
         def work():
@@ -255,13 +245,12 @@ def test_a_mistake_on_every_rank_is_said_once() -> None:
 
 def test_a_rank_that_starts_late_is_waited_for_to_say_a_mistake_once() -> None:
     slow = "import os, time; time.sleep(3 * (os.environ['RANK'] == '0')); "  # longer than for ranks that have started
-    found = run_alone(launched, "def work():\n    raise ValueError('one')", 2, before=slow)
+    found = launched("def work():\n    raise ValueError('one')", 2, before=slow)
     assert "failed on all 2 ranks: ValueError: one" in found.failure
 
 
 def test_a_died_rank_ends_the_others() -> None:
-    found = run_alone(
-        launched,
+    found = launched(
         """
         import os, signal, time
         def work():
@@ -296,9 +285,9 @@ def test_all_ranks_end_soon(tmp_path: Path, how: signal.Signals) -> None:
             """
         )
     )
-    took_s = [seconds_to_end(script, how)]
+    took_s = [run_warm(seconds_to_end, script, how)]
     while min(took_s) >= END_S and len(took_s) < 3:
-        took_s.append(seconds_to_end(script, how))
+        took_s.append(run_warm(seconds_to_end, script, how))
     assert min(took_s) < END_S, took_s
 
 
@@ -320,7 +309,8 @@ def seconds_to_end(script: Path, how: signal.Signals) -> float:
 
 
 def test_under_torchrun_the_function_is_just_called(tmp_path: Path) -> None:
-    code, output, errors = run_script(
+    code, output, errors = run_warm(
+        run_script,
         tmp_path,
         """
         import os
@@ -334,14 +324,9 @@ def test_under_torchrun_the_function_is_just_called(tmp_path: Path) -> None:
 
 
 def test_the_default_number_of_processes_is_told() -> None:
-    found = run_alone(without_gpus, "import os\ndef work():\n    return os.environ['WORLD_SIZE']")
+    found = launched("import os\ndef work():\n    return os.environ['WORLD_SIZE']", None)
     assert found.result == "2"
     assert "lamina.launch: `work` on 2 CPU processes (no GPU was found)" in found.printed
-
-
-def without_gpus(source: str) -> Outcome:
-    with mock.patch("torch.cuda.device_count", lambda: 0):
-        return launched(source, None)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +365,6 @@ def test_a_result_that_cannot_come_back_is_named() -> None:
     """And a rank that has returned, and is on its way out, is ended without a word."""
     slow_end = "; import time; time.sleep(30)"
     rank_0_last = "def work():\n    import os, time\n    time.sleep(0.5 * (os.environ['RANK'] == '0'))\n"
-    found = run_alone(launched, rank_0_last + "    return (i for i in range(3))", 2, after=slow_end)
+    found = launched(rank_0_last + "    return (i for i in range(3))", 2, after=slow_end)
     assert "the result of rank 0, a generator, cannot be sent back" in found.failure
     assert found.printed == ""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from forked_programs import run_warm
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "checkpoint" / "kills.py"
 PHASES = ["stage", "write", "fsync", "manifest", "rename", "retention"]
 
@@ -14,7 +16,7 @@ PHASES = ["stage", "write", "fsync", "manifest", "rename", "retention"]
 def test_a_rank_killed_in_any_phase_of_a_save(tmp_path: Path) -> None:
     """The script starts a job, kills, starts it anew, and compares losses with a run that was never interrupted."""
     command = [sys.executable, str(SCRIPT), "--kills", "1", "--width", "64", "--grace", "0", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_warm(subprocess.run, command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     tallies = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [tally["phase"] for tally in tallies] == PHASES

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lamina
+from forked_programs import run_warm
 from lamina.core.terminal import frames_text, tell
 from lamina.core.watch_evidence import call_site
 
@@ -94,7 +95,7 @@ CASES = {
 @pytest.mark.parametrize("mode", ["misspelt", "loader", "evaluation"])
 def test_torchrun_shows_one_error(mode: str, tmp_path: Path) -> None:
     words, footer = CASES[mode]
-    shown = terminal_of(tmp_path, mode, before=TORCHRUN)
+    shown = run_warm(terminal_of, tmp_path, mode, before=TORCHRUN)
     assert shown.count(words) == 1 and shown.count(footer) == 1, shown
     assert shown.count("Traceback") == 2, shown  # this one, and torchrun's own behind it
     if mode != "loader":
@@ -106,7 +107,7 @@ def test_torchrun_shows_one_error(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["same", "evaluation"])
 def test_launch_shows_one_error(mode: str, tmp_path: Path) -> None:
     words, _ = CASES[mode]
-    shown = terminal_of(tmp_path, mode, "launch")
+    shown = run_warm(terminal_of, tmp_path, mode, "launch")
     assert shown.count(words) == 1 and "`train` failed on all 2 ranks" in shown, shown
     assert shown.count("Traceback") == 2 and "lamina/runtime" not in shown, shown  # the launcher's and the rank's
     assert "launched.py" not in shown
@@ -127,7 +128,10 @@ def caught(source: str, file: str) -> BaseException:
 
 
 def test_a_process_ends_though_a_peer_is_stopped(tmp_path: Path) -> None:
-    """torch would take the groups down by waiting for the stopped rank, after the error has been printed."""
+    """torch would take the groups down by waiting for the stopped rank, after the error has been printed.
+
+    Interpreters of their own: how they end is the matter.
+    """
     program = tmp_path / "train.py"
     program.write_text(SCRIPT.replace("raise ValueError", "os.kill(os.getpid(), signal.SIGSTOP)  # ", 1))
     with socket.socket() as probe:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lamina
+from forked_programs import run_warm
 from lamina import cli
 from lamina.train.cli import _cut_short
 from lamina.train.folder import claimed_folder
@@ -32,10 +33,15 @@ def start(arguments: list[str], folder: Path, **variables: str) -> subprocess.Po
     )
 
 
-def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
-    """Through the launcher, whose ranks it has to reach; then again what it says to type."""
-    data = write_text(tmp_path)
-    run = start(["train", "--data", data.name, *SMALL.split(), "--steps", "100000"], tmp_path)
+def ended(arguments: list[str], folder: Path, **variables: str) -> tuple[int, str]:
+    """Exit code and output."""
+    run = start(arguments, folder, **variables)
+    shown, _ = run.communicate(timeout=100)
+    return run.returncode, shown
+
+
+def interrupted_at_its_first_step(arguments: list[str], folder: Path) -> tuple[int, str]:
+    run = start(arguments, folder)
     alarm = threading.Timer(100, run.kill)  # a command that never ends fails here
     alarm.start()
     shown = []
@@ -48,7 +54,14 @@ def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     shown += run.stdout.readlines()
     code = run.wait()
     alarm.cancel()
-    text = "".join(shown)
+    return code, "".join(shown)
+
+
+def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
+    """Through the launcher, whose ranks it has to reach; then again what it says to type."""
+    data = write_text(tmp_path)
+    arguments = ["train", "--data", data.name, *SMALL.split(), "--steps", "100000"]
+    code, text = run_warm(interrupted_at_its_first_step, arguments, tmp_path)
     assert code == 130 and "stopped by SIGINT behind step" in text, text
     assert "lamina train --resume runs/1" in text and "Traceback" not in text
     assert "stopping behind this step" in text and "ended before" not in text
@@ -59,9 +72,8 @@ def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     """Found by the ranks, said once, without a traceback."""
     data = write_text(tmp_path, lines=1)
-    run = start(["train", "--data", data.name, *SMALL.split()], tmp_path)
-    out, _ = run.communicate(timeout=100)
-    assert run.returncode == 1 and out.startswith("lamina train: sums.txt: ") and out.count("\n") == 1, out
+    code, out = run_warm(ended, ["train", "--data", data.name, *SMALL.split()], tmp_path)
+    assert code == 1 and out.startswith("lamina train: sums.txt: ") and out.count("\n") == 1, out
     assert not (tmp_path / "runs").exists()
 
 
@@ -69,9 +81,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        run = start(["train", *SMALL.split()[:-2]], tmp_path, **variables)
-        out, _ = run.communicate(timeout=100)
-    assert run.returncode == 1 and "the ranks cannot meet" in out and "--master-port" in out and port in out, out
+        code, out = run_warm(ended, ["train", *SMALL.split()[:-2]], tmp_path, **variables)
+    assert code == 1 and "the ranks cannot meet" in out and "--master-port" in out and port in out, out
 
 
 @pytest.mark.parametrize(
