@@ -108,6 +108,23 @@ def test_only_what_would_gain_is_named(named: bool, strategy: str, gpus: int) ->
     assert not any("lamina.capture" in text for text in captured.gains)
 
 
+def test_sizes_that_are_no_multiples_of_8_are_named() -> None:
+    """GPT-2's 50,257 words: what the rounded vocabulary would bring is what its own plan says."""
+
+    def plan(words: int, **more: Any) -> lamina.Plan:
+        layers = (nn.Linear(512, 512) for _ in range(4))
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(words, 512), *layers, nn.Linear(512, words))
+        return lamina.plan(model, 2, batch=16, seq=512, strategy="zero3", capture=True, **more)
+
+    odd, rounded = plan(50257), plan(50264)
+    (text,) = (text for text in odd.gains if "multiples of 8" in text)
+    assert "(50257, 512)" in text and not any("multiples of 8" in text for text in rounded.gains)
+    share = rounded.taken.time.tokens_per_s / odd.taken.time.tokens_per_s - 1
+    assert int(text.partition("%")[0]) / 100 == pytest.approx(share, abs=0.03)
+    assert not any("multiples of 8" in text for text in plan(50257, precision=None).gains), "32 bits have one kernel"
+
+
 def test_smaller_batches_instead_of_recomputation() -> None:
     model = meta_gpt(2048, 2)
     least = min(rung.memory.used_bytes for rung in lamina.plan(model, 2, batch=8, seq=2048).decision.rungs)

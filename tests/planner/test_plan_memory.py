@@ -110,8 +110,8 @@ WIRES = {
     "some computed in fp32": lamina.Precision(compute=torch.bfloat16, wire=torch.bfloat16, keep=("*norm*",)),
 }
 ON_A_WIRE: list[tuple[str | Strategy, int, str]] = [
-    ("ddp", 1, "c10d"), ("zero1", 2, "c10d"), ("zero3", 1, "c10d"), ("zero3", 2, "peer"), (Strategy(1, 2, 4), 2, "c10d"),
-    (Strategy(2, 2, 4), 1, "peer"),
+    ("ddp", 1, "c10d"), ("zero1", 2, "c10d"), ("zero3", 1, "c10d"), ("zero3", 2, "peer"),
+    (Strategy(1, 2, 4), 2, "c10d"), (Strategy(2, 2, 4), 1, "peer"),
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.core.strategy import Level, resolve
-from lamina.planner.machine import MatrixPoint, load_machine
+from lamina.planner.machine import Machine, MatrixPoint, load_machine
 from lamina.planner.rates import NETWORK_HOP, Rates, Reached, correction, roofline_ms
 
 H100 = dataclasses.replace(load_machine("h100"), matrix_flops_per_s=500e12, memory_bytes_per_s=2e12)
@@ -60,6 +60,24 @@ def test_a_measured_shape_is_nearly_reproduced_and_far_ones_little_changed() -> 
     assert correction(machine, 8192, 8192, 8192) == pytest.approx(1, rel=0.02)
     assert 1 < correction(machine, 4096, 4096, 4096) < 1.5
     assert correction(machine, 4096, 4096, 4096, dtype_bytes=4) == 1  # no point of that kind
+
+
+def test_odd_sizes_are_slower_in_16_bits_on_gpus() -> None:
+    """Rows that are no multiple of 16 bytes long are for other kernels; what was measured speaks for its kind."""
+
+    def ms(n: int, k: int, machine: Machine = H100, dtype_bytes: int = 2) -> float:
+        return Rates(machine).product_ms(8192, n, k, dtype_bytes=dtype_bytes)
+
+    assert ms(50264, 768) < 1.01 * ms(50304, 768) < 0.5 * ms(50258, 768) < 0.5 * ms(50257, 768)
+    assert ms(768, 50258) == pytest.approx(ms(768, 50260), rel=1e-3) and ms(4096, 4095) > 3 * ms(4096, 4096)
+    assert ms(50257, 768, dtype_bytes=4) < 1.01 * ms(50264, 768, dtype_bytes=4)
+    host = dataclasses.replace(H100, device="CPU")
+    assert ms(50257, 768, host) < 1.01 * ms(50264, 768, host)
+    odd = MatrixPoint(8192, 1429, 1000, 2 * roofline_ms(H100, 8192, 1429, 1000))
+    even = MatrixPoint(8192, 1432, 1000, roofline_ms(H100, 8192, 1432, 1000))
+    machine = dataclasses.replace(H100, matrix_points=(odd, even))
+    assert correction(machine, 8192, 1429, 1000) == 2 and correction(machine, 8192, 1432, 1000) == 1
+    assert correction(dataclasses.replace(H100, matrix_points=(even,)), 8192, 1429, 1000) == 1
 
 
 @given(st.integers(1, 1 << 15), st.integers(1, 1 << 15), st.integers(1, 1 << 15))
