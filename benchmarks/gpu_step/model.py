@@ -87,13 +87,16 @@ class Experts(nn.Module):
         inner = F.silu(packed @ self.gate.transpose(1, 2)) * (packed @ self.up.transpose(1, 2))
         made = F.pad((inner @ self.down.transpose(1, 2)).view(-1, dim), (0, 0, 0, 1))  # who passed by reads zeros
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        return (made[places].view(-1, CHOSEN, dim) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+        found = made.index_select(0, places)  # its backward adds; that of made[places] does the same row one at a time
+        return (found.view(-1, CHOSEN, dim) * weights.unsqueeze(-1)).sum(1).view(x.shape)
 
 
 def _places(chosen: Tensor, count: int, capacity: int) -> Tensor:
     """Row of the packed tokens for each choice, (choices,); the row behind all others where none is left."""
-    is_chosen = (chosen.unsqueeze(1) == torch.arange(count, device=chosen.device)).int()
-    earlier = is_chosen.cumsum(0).gather(1, chosen.unsqueeze(1)).squeeze(1) - 1
+    is_chosen = (torch.arange(count, device=chosen.device).unsqueeze(1) == chosen).int()  # (count, choices)
+    earlier = (
+        is_chosen.cumsum(1).gather(0, chosen.unsqueeze(0)).squeeze(0) - 1
+    )  # along rows: columns take ten times as long
     return torch.where(earlier < capacity, chosen * capacity + earlier, count * capacity)
 
 
