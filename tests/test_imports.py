@@ -136,6 +136,7 @@ def test_plan_modules_are_pure(plan: str) -> None:
 def test_only_torch_and_numpy_are_needed(module: str) -> None:
     allowed = {"torch", "numpy", "lamina", *sys.stdlib_module_names}
     if module in (
+        "lamina.runtime.piece_kernel",
         "lamina.runtime.summing_kernel",
         "lamina.optim.adamw_kernel",
     ):  # imported on a GPU only, where torch brings Triton along

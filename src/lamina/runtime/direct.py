@@ -15,6 +15,7 @@ Note [Direct]
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,29 +28,13 @@ from torch import Tensor
 from lamina.core.laying_out import LEAST_PIECE_BYTES, must_lay_out
 from lamina.core.layout import Segment
 from lamina.core.parameter_loops import all_there, are_strided
+from lamina.runtime.piece_sums import Piece, PieceSums, find_sums
 from lamina.runtime.summing import add_rows
 from lamina.runtime.unit import Unit
+from lamina.runtime.unit_gradients import gradient_dtype
 from lamina.transport.symmetric import Pushes
 
 _dtype_of = attrgetter("dtype")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of one gradient that lies in one member's part of a segment."""
-
-    position: int  # of the parameter in the unit
-    start: int  # elements of the flattened gradient
-    stop: int
-    at: int  # where it begins in the part
-
-    def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """(stop - start,), of contiguous gradients, by position."""
-        gradient, numel = gradients[self.position], self.stop - self.start
-        assert gradient is not None
-        if numel == gradient.numel():
-            return gradient.view(-1)
-        return gradient.as_strided((numel,), (1,), gradient.storage_offset() + self.start)
 
 
 def pieces_of(segment: Segment, first: int, place: int, members: int) -> tuple[list[Piece], list[tuple[int, int]]]:
@@ -62,7 +47,7 @@ def pieces_of(segment: Segment, first: int, place: int, members: int) -> tuple[l
     for i, (at, spec) in enumerate(zip(segment.starts, segment.params, strict=True)):
         start, stop = max(begin - at, 0), min(begin + numel - at, spec.numel)
         if start < stop:
-            pieces.append(Piece(first + i, start, stop, at + start - begin))
+            pieces.append(Piece(first + i, spec.shape, start, stop, at + start - begin))
             edges += [at + start - begin, at + stop - begin]
     edges.append(numel)
     return pieces, [(start, stop) for start, stop in list(pairwise(edges))[::2] if start < stop]
@@ -77,6 +62,7 @@ class SegmentRoute:
     zeros: list[Tensor]  # places in the peers' inboxes that no gradient goes to
     sums: list[tuple[Piece, list[Tensor]]]  # and what arrives for it, by member; an empty tensor in this rank's place
     gaps: list[tuple[int, int]]  # of this rank's part
+    together: PieceSums | None = None  # all sums in one launch
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -102,7 +88,10 @@ class DirectRoute:
         self.dtypes = dtypes  # in which gradients travel, by position of those that are reduced
         self.size_bytes = size_bytes
         self._sizes = [segment.numels for segment in segments]
-        self._pushes = [push for segment in segments for push in segment.pushes]
+        pushes = [push for segment in segments for push in segment.pushes]
+        self._parts = [(piece, target) for piece, target in pushes if not piece.is_whole]
+        wholes = [(piece.position, target.view(piece.shape)) for piece, target in pushes if piece.is_whole]
+        self._sources, self._places = [place for place, _ in wholes], [target for _, target in wholes]
         self._zeros = [target for segment in segments for target in segment.zeros]
         self._positions, self._wanted = list(dtypes), list(dtypes.values())
         self._targets: list[tuple[Tensor, list[Tensor]]] = []  # by segment: the range, and its parts
@@ -122,18 +111,34 @@ class DirectRoute:
         finally:
             self.transport.close()
         has_squares, valid = True, unit.gradients.valid
+        are_valid = list(map(valid.__getitem__, self._positions))
+        is_uniform = (accumulate := all(are_valid)) or not any(are_valid)
         for number, segment in enumerate(self.segments):
             grad = unit.gradients.ranges[segment.number]
             notes = unit.gradients.squares_of(segment.number, self._sizes[number])
             has_squares = has_squares and notes is not None
             for start, stop in segment.gaps:
                 grad[start:stop].zero_()
-            targets = self._parts_of(number, grad)
-            for i, (piece, arrived) in enumerate(segment.sums):
-                arrived[self.place] = piece.of(gradients)
-                add_rows(targets[i], arrived, factor, valid[piece.position], notes[i] if notes else None)
-                arrived[self.place] = arrived[self.place - 1]  # the gradient is not ours to keep
+            together = segment.together
+            if not (is_uniform and together is not None and together.run(grad, gradients, factor, accumulate, notes)):
+                self._sum_each(number, grad, gradients, factor, valid, notes)
         unit.gradients.has_squares = has_squares
+
+    def _sum_each(
+        self,
+        number: int,
+        grad: Tensor,
+        gradients: Sequence[Tensor | None],
+        factor: float,
+        valid: Sequence[bool],
+        notes: Sequence[Tensor] | None,
+    ) -> None:
+        """The sums of one segment, piece by piece."""
+        targets = self._parts_of(number, grad)
+        for i, (piece, arrived) in enumerate(self.segments[number].sums):
+            arrived[self.place] = piece.of(gradients)
+            add_rows(targets[i], arrived, factor, valid[piece.position], notes[i] if notes else None)
+            arrived[self.place] = arrived[self.place - 1]  # the gradient is not ours to keep
 
     def _parts_of(self, number: int, grad: Tensor) -> list[Tensor]:
         """The parts of a range, which stays the same but for a unit that is thawed."""
@@ -144,7 +149,9 @@ class DirectRoute:
         return self._targets[number][1]
 
     def _push(self, gradients: Sequence[Tensor | None]) -> None:
-        for piece, target in self._pushes:
+        found: Any = map(gradients.__getitem__, self._sources)
+        deque(map(Tensor.copy_, self._places, found), maxlen=0)
+        for piece, target in self._parts:
             target.copy_(piece.of(gradients))
         for target in self._zeros:
             target.zero_()
@@ -179,6 +186,7 @@ def find_route(unit: Unit, transport: Pushes) -> DirectRoute | None:
                 arrived = list(rows[:, piece.at : piece.at + piece.stop - piece.start].unbind())
                 arrived[group.place] = arrived[group.place][:0]
                 route.sums.append((piece, arrived))
+            route.together = find_sums(own, rows, group.place, gradient_dtype(segment.master))
             found.append(route)
         first += len(segment.params)
     return DirectRoute(transport, found, dtypes, group.place, sent_bytes)

@@ -8,6 +8,8 @@ unit. What decides is few things here, so the usual launch goes to the compiled 
 
 from __future__ import annotations
 
+import functools
+from operator import or_
 from typing import Any
 
 import triton
@@ -49,6 +51,7 @@ def _add_rows(  # type: ignore[no-untyped-def]
 
 ALIGNMENT_BYTES = 16
 SHORT_NUMEL = 2**31  # from here on Triton takes another type for it
+_address_of = Tensor.data_ptr
 _compiled: dict[tuple[Any, ...], Any] = {}
 looks_up = False  # every launch by Triton's own way
 
@@ -56,22 +59,22 @@ looks_up = False  # every launch by Triton's own way
 def launch(target: Tensor, rows: Rows, factor: float, accumulate: bool, squares: Tensor | None = None) -> None:
     """`summing.add_rows` for float32 targets and at most MOST_ROWS rows of 16 or 32 bits, all of one dtype."""
     numel, count = target.numel(), len(rows)
-    padded: list[Any] = [*rows, *[rows[0]] * (MOST_ROWS - count)]
+    missing = MOST_ROWS - count
     grid = ((numel + BLOCK - 1) // BLOCK, 1, 1)
-    is_usual = not numel % ALIGNMENT_BYTES and numel < SHORT_NUMEL and not looks_up
-    for tensor in (target, *rows):
-        if tensor.data_ptr() % ALIGNMENT_BYTES:
-            is_usual = False
+    addresses = list(map(_address_of, (target, *rows)))
+    is_usual = not (looks_up or numel >= SHORT_NUMEL or functools.reduce(or_, addresses, numel) % ALIGNMENT_BYTES)
     has_squares = squares is not None
-    noted = squares if has_squares else target
+    noted = target if squares is None else squares
     key = rows[0].dtype, count, accumulate, has_squares, target.device.index
     kernel = _compiled.get(key) if is_usual else None
-    if kernel is not None:
-        kernel[grid](target, *padded, noted, numel, factor, count, accumulate, has_squares, BLOCK)
+    if kernel is not None:  # addresses as numbers: of each tensor Triton would ask the driver where it lies
+        places = *addresses, *addresses[1:2] * missing, noted.data_ptr()
+        kernel[grid](*places, numel, factor, count, accumulate, has_squares, BLOCK)
         return
     kernel = _add_rows[grid](
         target,
-        *padded,
+        *rows,
+        *[rows[0]] * missing,
         noted,
         numel,
         factor,
