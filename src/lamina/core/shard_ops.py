@@ -97,6 +97,12 @@ def past_the_forward(param: Tensor, frame: FrameType | None) -> str:
     if owner is None:
         return ""
     called = f"`{type(owner).__name__}` was called, and not through the forward of the unit that gathers its weights"
+    if torch._C._current_graph_task_id() != -1:
+        return (
+            f"{called}, in a backward that came past the outputs of that forward, through a tensor that was left in a "
+            "list or another object: return that tensor from the forward, keep it as an attribute of a module in it, "
+            "or recompute nothing and type `with lamina.keep(model):` around the forward and the backward."
+        )
     if method in dir(nn.Module) or method == "forward":
         return f"{called}: call the model itself, or use `with lamina.gathered(module):` around it (collective)."
     return (

@@ -27,7 +27,7 @@ from lamina.core.shard_losses import Captures, watch_waiting
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import DirtyFlag
 from lamina.core.shard_tensor import AS_PLAIN, Shard, rebuild_shard
-from lamina.errors import ShardOpError, StateError
+from lamina.errors import LaminaError, ShardOpError, StateError
 
 _WHOLE_MATRIX = "it works on whole matrices, which no rank holds"
 _UNSUPPORTED = {  # class name in torch.optim -> why, what to use
@@ -46,6 +46,7 @@ COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag o
 BEFORE_BACKWARDS: list[Callable[[list[Any]], None]] = []  # called with its roots when the outermost backward begins,
 AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
 AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
+EXPLANATIONS: list[Callable[[BaseException], LaminaError | None]] = []  # of such errors, to be raised in their place
 _threads_in_backward: set[int] = set()
 _registered = False
 _NEW, _AS_MEANT = -1, -2  # in the place of a number: all of them are to be looked at | none is
@@ -226,11 +227,14 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
             for end in AFTER_BACKWARDS if is_outermost else ():
                 end()
             return found
-        except BaseException:
+        except BaseException as error:
+            explained = next(filter(None, (explain(error) for explain in EXPLANATIONS)), None)
             if torch._C._current_graph_task_id() == -1:
                 for clean in AFTER_FAILED_BACKWARDS:
                     clean()
-            raise
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             Captures.now = captures
             if is_first:

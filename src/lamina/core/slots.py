@@ -9,13 +9,20 @@ Note [Slot states]
     WEIGHTS    the full parameters
     GRADS      this rank's gradients over the dead weights, until their reduction has read them
     Two slots that share bytes are never both other than EMPTY.
+
+Note [Given back]
+    A graph whose weights are not there must not be run backward. Autograd compares the version of what it has saved:
+    while a slot holds other bytes, its full parameters have versions that no graph has seen, and weights that were
+    changed come under a new version. A use that has begun brings its weights back, and with them their versions.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +41,8 @@ class SlotState(enum.Enum):
 
 _version_of = attrgetter("_version")
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
+_set_versions: Any = torch._C._autograd._unsafe_set_version_counter  # takes any sequence
+_versions_given_back = itertools.count(2**30)  # above what writes come to; autograd counts to 2**32
 WEIGHTY = (SlotState.WEIGHTS, SlotState.GATHERING)  # the weights are there, or on their way
 
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
@@ -70,6 +79,9 @@ class Slot:
         ]
         self.fulls = [bind(view, spec.trainable) for view, spec in zip(self.views, layout.params, strict=True)]
         self.versions = self.count_writes()  # of `fulls` as long as nobody has written to them
+        self.given_back = list(itertools.islice(_versions_given_back, len(self.fulls)))  # while weights are not here
+        self.is_saved = False  # whether graphs may have saved `fulls`
+        self.has_versions = True  # whether `fulls` have `versions`; else they have those of `given_back`
         if DebugMode.enabled:
             self._poison()
 
@@ -86,7 +98,24 @@ class Slot:
         """The only writer of `state`."""
         if DebugMode.enabled:
             self._check(state)
+        if state is SlotState.WEIGHTS:
+            if not self.has_versions:
+                _set_versions(self.fulls, self.versions)
+                self.has_versions = True
+        elif self.is_saved and state is not SlotState.GATHERING:
+            self._hide_versions()
         self.state = state
+
+    def _hide_versions(self) -> None:
+        if self.has_versions:
+            _set_versions(self.fulls, self.given_back)
+            self.has_versions = False
+
+    def expect_other_weights(self) -> None:
+        """They were changed: graphs that have saved the old ones do not take the next ones for theirs."""
+        if self.is_saved:
+            self._hide_versions()
+            self.versions = [max(self.versions, default=0) + 1] * len(self.versions)
 
     def _check(self, state: SlotState) -> None:
         """Debug mode: the transition is legal, and what becomes empty is not read any more."""

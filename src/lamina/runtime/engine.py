@@ -99,7 +99,7 @@ class Engine:
                 self.programs.clear()  # they do not reduce what was frozen
             if unit.plain:
                 continue
-            unit.version += unit.dirty.value
+            unit.count_change()
             if unit.kept and unit.dirty.value:
                 raise StateError(
                     f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step"

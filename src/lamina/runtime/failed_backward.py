@@ -1,5 +1,7 @@
 """After a backward that has raised: modules show the user's parameters again.
 
+It is also where autograd's own word for weights that are not there gets its names: see Note [Given back] in slots.py.
+
 torch drops the callbacks of a backward that ends with an error, and the next forward cleans up what it left. Before
 that, whoever caught the error may call `model.zero_grad()`, save, or look at `model.parameters()`: with the windows of
 the broken backward still open they would find gathered copies there, and gradients would outlive `zero_grad`.
@@ -7,10 +9,12 @@ the broken backward still open they would find gathered copies there, and gradie
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS, others_run_backward
+from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS, EXPLANATIONS, others_run_backward
+from lamina.errors import StateError
 from lamina.runtime.phase import Kind
 
 if TYPE_CHECKING:
@@ -47,4 +51,25 @@ def close_stale() -> None:
             engine.close_failed()
 
 
+def explain_given_back(error: BaseException) -> StateError | None:
+    """The error in our words if a backward has come to weights that are not there."""
+    version = re.search(r"modified by an inplace operation.* is at version (\d+);", str(error), re.DOTALL)
+    for engine in ENGINES if version else ():
+        for unit in engine.units:
+            for slot in unit.slots:
+                if (number := int(version[1])) in slot.given_back:  # type: ignore[index]
+                    return StateError(_given_back(unit.layout.params[slot.given_back.index(number)].name, unit.name))
+    return None
+
+
+def _given_back(parameter: str, unit: str) -> str:
+    return (
+        f"a backward needs `{parameter}`, which is not gathered: it came into `{unit}` past the outputs of its "
+        f"forward, through a tensor that was left in a list or another object, or is made a second time after its "
+        f"weights were changed. Return that tensor from the forward of `{unit}`, keep it as an attribute of a module "
+        "in it, or type `with lamina.keep(model):` around the forward and the backward"
+    )
+
+
 AFTER_FAILED_BACKWARDS.append(shut_windows)
+EXPLANATIONS.append(explain_given_back)

@@ -12,7 +12,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,6 +24,7 @@ from lamina.core.program import Op
 from lamina.core.slots import Slot
 from lamina.errors import LaminaError, StateError
 from lamina.runtime.engine import Engine
+from lamina.runtime.escapes import Escapes
 from lamina.runtime.lookups import reads_weights
 from lamina.runtime.phase import Phase
 from lamina.runtime.precision import cast_tree
@@ -43,6 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _moments = itertools.count(1)  # of forwards that begin and end
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def _outside_modes(method: Callable[P, R]) -> Callable[P, R]:
@@ -76,6 +78,8 @@ class Frame:
     error_before: BaseException | None  # being handled by the caller already
     opened: int  # number of the moment
     phase: Phase | None
+    first_node: int = 0  # number that autograd gives the next node
+    caught: list[Any] = field(default_factory=list)  # outputs of modules inside, as the user's hooks see them
 
 
 class ModuleHooks:
@@ -88,6 +92,7 @@ class ModuleHooks:
         self.copy: Callable[[dict[int, Any]], Any] | None = None  # what stands for them in a copied model
         self.title = type(module).__name__
         self.module = weakref.ref(module)
+        self.escapes: Escapes | None = None  # made in the first forward with gradients
         self._register(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -115,6 +120,7 @@ class ModuleHooks:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
         if torch.is_grad_enabled():
             frame = self.frames[-1]
+            self._listen(frame)
             frame.tensors = [t for t in _tensors_below((args, kwargs) if kwargs else args) if t.requires_grad]
             frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
             if len(frame.tensors) > 1:
@@ -122,6 +128,21 @@ class ModuleHooks:
                     hook_of(node, self.engine, self.engine.begin_use, self.engine.end_use)
                 frame.hooks_before = count_hooks(frame.tensors, self.engine)
         return args, kwargs
+
+    def _listen(self, frame: Frame) -> None:
+        """Notice what leaves the forward that begins by other ways than its outputs."""
+        escapes = self.escapes
+        if escapes is None or escapes.made_for is not self.engine:
+            if escapes is not None:
+                escapes.remove()
+            escapes = self.escapes = Escapes(frame.module, self.engine, self._catch, opens_window)
+        escapes.listen()
+        frame.first_node = next_node()
+
+    def _catch(self, output: Any) -> None:
+        """A module inside, on which somebody has hung a hook, has returned."""
+        if self.frames:
+            self.frames[-1].caught.append(output)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.frames or self.frames[-1].module is not module:
@@ -184,15 +205,18 @@ class ModuleHooks:
         """Refuse what would be lost or read too late; watch for the backward."""
         tensors = _tensors_below(output)
         self._check_aliases(frame, tensors)
+        has_graph = torch.is_grad_enabled()
         for unit, slot in zip(self.units, frame.slots, strict=True):
             if slot is not None:
                 unit.refuse_writes(slot, f"inside the forward of {self.title}")
                 unit.window.check_shown()
-        if torch.is_grad_enabled():
+                slot.is_saved |= has_graph
+        if has_graph:
             self._watch(frame, output, tensors)
 
     def _watch(self, frame: Frame, output: Any, tensors: list[Tensor]) -> None:
-        nodes = nodes_of_outputs(tensors, frame.inputs)
+        escaped = self.escapes.found(frame.caught, frame.first_node) if self.escapes is not None else []
+        nodes = nodes_of_outputs([*tensors, *escaped] if escaped else tensors, frame.inputs)
         if not nodes:
             if hides_tensors(output):
                 raise StateError(
@@ -228,6 +252,21 @@ class ModuleHooks:
                 )
 
 
+def _leave_uncompiled(function: Any) -> None:
+    """What `torch.compiler.disable` does, without importing the compiler: no frame below is compiled.
+
+    A module that the user compiles calls its hooks inside what is compiled.
+    """
+    compiler = torch._C._dynamo.eval_frame
+    function._torchdynamo_disable = True
+    skip = compiler._FrameAction.SKIP
+    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+
+
+for _hook in (ModuleHooks.before, ModuleHooks.after):
+    _leave_uncompiled(_hook)
+
+
 def _tensors_below(value: Any) -> list[Tensor]:
     """What is in a nested value. Inside `torch.vmap` a tensor is a wrapper without a node, around what has one."""
     tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
@@ -239,6 +278,11 @@ def _tensors_below(value: Any) -> list[Tensor]:
             tensor = torch._C._functorch.get_unwrapped(tensor)
         found.append(tensor)
     return found
+
+
+def opens_window(module: nn.Module) -> bool:
+    """Whether a module's forward is hooked by a sharded model."""
+    return any(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in module._forward_pre_hooks.values())
 
 
 def _storage(tensor: Tensor) -> int | None:

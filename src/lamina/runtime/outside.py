@@ -11,7 +11,8 @@ Note [Outside]
        for compute it is taken off autograd's hands, too, and added to the copy's.
     3. A plain unit's parameters are what its forward uses, so nothing tells one gradient from another. What
        was there is set aside before every backward, and what is there afterwards is reduced, a forward or none.
-    4. A backward that reaches parameters alone is a backward of the model: ranks agree on its reductions.
+    4. A backward that reaches parameters alone is a backward of the model: ranks agree on its reductions. So is one
+       that reaches gathered ones without passing any unit's outputs.
 """
 
 from __future__ import annotations
@@ -106,9 +107,7 @@ def after_backward() -> None:
             continue  # a backward inside a forward
         if not engine.units and gradients.tokens.are_counted:
             gradients.tokens.settle_alone(gradients.last_micro_batch)
-        if gradients.are_aside and any(
-            not unit.communicates and not unit.kept and gradients.any_of(unit) for unit in engine.units
-        ):
+        if gradients.are_aside and any(not unit.kept and gradients.any_of(unit) for unit in engine.units):
             engine.begin_backward(-1)
             engine.end_backward(engine.current())
         gradients.end()

@@ -199,6 +199,13 @@ class Unit:
         self._shown.clear()
         self._followed.clear()
 
+    def count_change(self) -> None:
+        """A root forward begins: it reads other weights than the last one if they were changed since."""
+        if self.dirty.value:
+            self.version += 1
+            for slot in self.slots:
+                slot.expect_other_weights()
+
     # ---- exchange ----------------------------------------------------------------------------------------------
 
     def swap_in(self, slot: Slot, forward: bool) -> None:

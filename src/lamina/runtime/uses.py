@@ -17,6 +17,8 @@ Note [Begin and end]
     6. Hooks of the user's may hold full weights that they found in the forward. One on an output runs before its node's
        turn: the weights are brought before the first of them (`FirstHook`). One that the forward has hung on one of
        several inputs may run after the end of 2 and 4: there the use ends when all inputs have passed.
+    7. A backward may come in past the outputs: what has left the forward by an attribute or a hook on a layer inside
+       counts as one (escapes.py). 2 to 5 hold for it as well, as its node was made in the forward.
 """
 
 from __future__ import annotations
