@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -209,10 +208,14 @@ def torch_ddp_inside() -> None:
 
 
 def fsdp_after() -> None:
+    from torch.distributed.fsdp import fully_shard  # two seconds, which collecting need not wait for
+
     fully_shard(sharded())
 
 
 def fsdp_before() -> None:
+    from torch.distributed.fsdp import fully_shard
+
     lamina.shard(fully_shard(seeded(linears)))
 
 

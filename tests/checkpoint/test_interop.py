@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import lamina
@@ -124,6 +123,7 @@ def full_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_fsdp2(path: str) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = fsdp2(0)
@@ -153,6 +153,7 @@ def save_for_fsdp2(path: str) -> None:
 
 
 def go_on_in_fsdp2(path: str) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model, optimizer = fsdp2(1)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from cutting import Model, cut_module, cut_tensor, part_of
@@ -351,6 +350,8 @@ def test_on_ranks(world, work):
 
 
 def save_checkpoint(path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
     model = Model(torch.float64)
     cut_module(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -363,6 +364,8 @@ def save_checkpoint(path: str) -> None:
 
 
 def load_checkpoint(path: str, into: str) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+
     model = Model(torch.float64)
     if into == "shards":
         cut_module(model)
@@ -376,6 +379,8 @@ def load_checkpoint(path: str, into: str) -> list[Tensor]:
 
 
 def save_plain(path: str) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+
     model = Model(torch.float64)
     dcp.save({"model": model.state_dict(), "exp_avg": torch.full((7, 5), 0.1, dtype=torch.float64)}, checkpoint_id=path)
     return [*(param.detach() for param in model.parameters()), torch.full((7, 5), 0.1, dtype=torch.float64)]
@@ -399,6 +404,8 @@ def test_distributed_checkpoint_of_plain_tensors(tmp_path):
 
 
 def save_async(path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
     model = Model(torch.float64)
     cut_module(model)
     future = dcp.async_save(
@@ -418,6 +425,8 @@ def test_asynchronous_checkpoint(tmp_path):
 
 def save_columns(path: str) -> None:
     """A parameter that is one rank's columns of a larger one, cut no further."""
+    import torch.distributed.checkpoint as dcp
+
     rank, world = dist.get_rank(), dist.get_world_size()
     larger = torch.arange(24.0).view(4, 6)
     columns = 6 // world
@@ -435,6 +444,8 @@ def save_columns(path: str) -> None:
 
 
 def load_columns(path: str) -> Tensor:
+    import torch.distributed.checkpoint as dcp
+
     state = {"x": torch.zeros(4, 6)}
     dcp.load(state, checkpoint_id=path)
     return state["x"]

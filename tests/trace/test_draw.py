@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from harness import run_alone
 from lamina.core.arena import Demand, pack
@@ -16,6 +15,9 @@ from lamina.core.program import Op, Program
 from lamina.planner.timeline import Span, simulate
 from lamina.trace.draw import EXPOSED_COLOUR, draw_packing, draw_program, draw_recording, draw_spans, exposed_gaps
 from lamina.trace.recording import Recording
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[2] / "docs"
 THREE = Program.parse("AG0 FWD0 AG1 FWD1 AG2 FWD2 BWD2 RS2 BWD1 RS1 BWD0 RS0")
@@ -50,6 +52,8 @@ def test_bars_stand_on_their_lanes_at_their_times() -> None:
 
 def red_bars(figure: Figure) -> list[tuple[float, float]]:
     """Begin and end of every bar in the colour of waits."""
+    from matplotlib.colors import to_hex
+
     extents = []
     for bar in figure.axes[0].collections:
         if to_hex(bar.get_facecolor()[0]) == EXPOSED_COLOUR:
