@@ -72,8 +72,7 @@ BEFORE = {
     "early_gathers_1b_2xH200": (0, 4),
     "captured_1b_2048_2xH200": (0, 0),
     "published_in_the_step_1b_2xH200": (0, 0),
-    "experts_bound_1xH200": (0, 0),
-    "experts_beside_fsdp2_1xH200": (0, 0),
+    "experts_1xH200": (0, 0),
 }
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
 
@@ -149,7 +148,8 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
             if way.removesuffix("-captured") in KNOWN:
                 more_bytes = 0 if "bound" in way else BEFORE[path.stem]["peer" in way]
                 ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes)
-                yield Step(path.stem, card, tokens, way, row["ms"], ms, more_bytes)
+                name = path.stem if gpus[1] != "1" else f"{path.stem}, {size[1]}, one GPU"
+                yield Step(name, card, tokens, way, row["ms"], ms, more_bytes)
 
 
 def of_parts(machine: Machine) -> Iterator[Step]:
@@ -197,7 +197,8 @@ def report(steps: list[Step]) -> str:
         lines.append(f"| {s.file} | {s.tokens} | {s.way}{note} | {s.more_bytes or ''} | {later} | {times} |")
     for title, chosen in (
         ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer") and "one GPU" not in s.file]),
-        ("one GPU, 1.27 B and 3 B", [s for s in steps if "one GPU" in s.file]),
+        ("one GPU, 1.27 B and 3 B", [s for s in steps if s.file.endswith("b, one GPU")]),
+        ("one GPU, 64 experts of odd sizes", [s for s in steps if s.file.endswith("experts, one GPU")]),
         ("captured", [s for s in steps if s.way.endswith("-captured")]),
         ("compiled", [s for s in steps if s.way.endswith("compiled")]),
         ("bound", [s for s in steps if s.way == "bound"]),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, nll_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.planner.traffic import CASTING, ON_CHIP_BYTES, STRIDED, moved_bytes, runs_no_kernel
+from lamina.planner.traffic import CASTING, ON_CHIP_BYTES, STRIDED, TRANSPOSED, moved_bytes, runs_no_kernel
 
 PASS = 4 * 6 * 4
 
@@ -42,11 +42,13 @@ def wide(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         (lambda x: x.mul_(2.0), 2),
         (lambda x: torch.mul(x, 2.0, out=wide(4, 6)), 2),
         (lambda x: x.copy_(wide(4, 6)), 2),
-        (lambda x: x * wide(6, 4).t(), 3 * STRIDED),
+        (lambda x: x * wide(6, 4).t(), 3 * TRANSPOSED),
         (lambda x: x * wide(4, 1), (2 + 1 / 6) * STRIDED),
         (lambda x: x * wide(4, 6, dtype=torch.bfloat16), 2.5 * CASTING),
         (lambda x: x.to(torch.bfloat16), 1.5),  # a kernel of its own
-        (lambda x: x.t().contiguous(), 2 * STRIDED),
+        (lambda x: x.t().contiguous(), 2 * TRANSPOSED),
+        (lambda x: x.view(2, 2, 6).transpose(0, 1).contiguous(), 2 * STRIDED),  # heads: rows stay together
+        (lambda x: x * wide(4, 1).expand(4, 6), (2 + 1) * STRIDED),
         (lambda x: torch.zeros_like(x), 1),
         (lambda x: x.new_full((4, 6), 1.0), 1),
         (lambda x: torch.empty_like(x), 0),

@@ -24,6 +24,7 @@ EMPTY = {"empty", "new_empty", "empty_strided", "new_empty_strided"}
 COPIES = {"_to_copy", "clone", "copy", "contiguous"}  # casts have kernels of their own
 SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
 STRIDED = 1.75  # torch's elementwise kernel where strides differ or shapes are broadcast: 2.5 TB/s, 4.3 where not
+TRANSPOSED = 5.3  # and where what is adjacent in one tensor is not in another: 0.8 TB/s (gpu_step's experts: gradients)
 CASTING = 3.0  # the same where element types differ, and every element is converted by itself: 1.3 TB/s
 ON_CHIP_BYTES = 228 << 10  # of a row of a softmax: longer ones are read a third time
 LOSS = {"nll_loss_forward": 0, "nll_loss_backward": 1}  # passes over the logits: labels pick, the gradient is zeros
@@ -63,8 +64,17 @@ def _slower(tensors: list[Tensor], copies: bool) -> float:
     large = [t for t in tensors if t.numel() > 1]
     if not copies and len({t.dtype for t in large if t.is_floating_point()}) > 1:
         return CASTING
-    alike = len({(t.shape, t.stride()) for t in large}) <= 1
-    return 1.0 if alike else STRIDED
+    if len({(t.shape, t.stride()) for t in large}) <= 1:
+        return 1.0
+    whole = [t for t in large if t.numel() == max(t.numel() for t in large) and 0 not in t.stride()]
+    return (
+        TRANSPOSED if len({_adjacent(t) for t in whole}) > 1 else STRIDED
+    )  # what is broadcast is small, and stays near
+
+
+def _adjacent(tensor: Tensor) -> int:
+    """The dimension along which elements lie side by side, or nearest."""
+    return min((i for i in range(tensor.dim()) if tensor.shape[i] > 1), key=tensor.stride, default=0)
 
 
 def _name(func: Any) -> str:
