@@ -62,6 +62,13 @@ def test_a_measured_shape_is_nearly_reproduced_and_far_ones_little_changed() -> 
     assert correction(machine, 4096, 4096, 4096, dtype_bytes=4) == 1  # no point of that kind
 
 
+def test_a_batch_of_small_products_is_no_small_product() -> None:
+    slow = MatrixPoint(256, 1024, 1024, 5 * roofline_ms(H100, 256, 1024, 1024))
+    plain = MatrixPoint(16384, 1024, 1024, roofline_ms(H100, 16384, 1024, 1024))
+    rates = Rates(dataclasses.replace(H100, matrix_points=(slow, plain)))
+    assert rates.product_ms(256, 1024, 1024, batch=64) < 64 * 0.25 * rates.product_ms(256, 1024, 1024)
+
+
 def test_odd_sizes_are_slower_in_16_bits_on_gpus() -> None:
     """Rows that are no multiple of 16 bytes long are for other kernels; what was measured speaks for its kind."""
 

@@ -82,7 +82,8 @@ class Rates:
         key = (m, n, k, batch, dtype_bytes)
         if key not in self._products:
             plain = roofline_ms(self.machine, m, n, k, batch, dtype_bytes, self.reached.fp8_speedup)
-            speed = self.reached.matrix / correction(self.machine, m, n, k, dtype_bytes)
+            # a batch fills the device as one product of so many more rows does, which is what small ones lack
+            speed = self.reached.matrix / correction(self.machine, m * batch, n, k, dtype_bytes)
             self._products[key] = plain / speed
         return self._products[key]
 
