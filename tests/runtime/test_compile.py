@@ -81,3 +81,41 @@ def test_equal_blocks_are_compiled_once() -> None:
     """torch compiles one function at most eight times; from then on it runs uncompiled, and says nothing."""
     for few, many in zip(run_ranks(2, graphs_of, 1), run_ranks(2, graphs_of, 12), strict=True):
         assert 0 < many == few
+
+
+COMPILED_BY_THE_USER = {
+    "blocks": lambda model: [block.compile(backend="aot_eager") for block in model.blocks],
+    "all": lambda model: model.compile(backend="aot_eager"),
+}
+
+
+def compiled_by_the_user() -> list[tuple[float, int, bool]]:
+    """By way: deviation of three steps' gradients, graphs, and whether the compiler went into the runtime's hooks."""
+    from torch._dynamo.utils import counters
+
+    from lamina.runtime.hooks import ModuleHooks
+
+    found, entries = [], torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    for compile_parts in COMPILED_BY_THE_USER.values():
+        torch._dynamo.reset()
+        counters.clear()
+        plain, model, worst = build(blocks=2), lamina.shard(build(blocks=2), units=UNITS), 0.0
+        compile_parts(model)
+        for step in range(3):
+            for rank in range(dist.get_world_size()):
+                (language_loss(plain, language_batch(10 * step + rank, 2)) / dist.get_world_size()).backward()
+            language_loss(model, language_batch(10 * step + dist.get_rank(), 2)).backward()
+            worst = max(worst, gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()}))
+            plain.zero_grad()
+            model.zero_grad()
+        hooks = [getattr(each, "__wrapped__", each) for each in vars(ModuleHooks).values() if callable(each)]
+        went_in = any(entries(hook.__code__) for hook in hooks if hasattr(hook, "__code__"))
+        found.append((worst, counters["stats"]["unique_graphs"], went_in))
+    return found
+
+
+def test_modules_that_the_user_compiles() -> None:
+    for found in run_ranks(2, compiled_by_the_user, timeout=120):
+        for way, (worst, graphs, went_in) in zip(COMPILED_BY_THE_USER, found, strict=True):
+            assert worst <= TOLERANCE and not went_in, (way, worst, went_in)
+            assert graphs > 0 or way == "all", f"{way}: nothing was compiled"
