@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,26 @@ def pytest_configure(config: pytest.Config) -> None:
     harness.configure(debug=config.getoption("--lamina-debug"))
     # else pytest-xdist sorts the files anew, by their number of tests, which says nothing of their time
     config.option.loadscopereorder = False
+    server = getattr(config, "workerinput", {}).get("fork_server")
+    if server is not None:
+        harness.use_fork_server(server)
+
+
+class OneServer:
+    """The processes of pytest-xdist have their ranks forked by one server: it imports for ten seconds of CPU time."""
+
+    def __init__(self) -> None:
+        self._address: str | None = None
+
+    def pytest_configure_node(self, node: Any) -> None:
+        if self._address is None:
+            self._address = harness.start_fork_server()
+        node.workerinput["fork_server"] = self._address
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    if pluginmanager.hasplugin("xdist"):
+        pluginmanager.register(OneServer())
 
 
 @pytest.hookimpl(wrapper=True)

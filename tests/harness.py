@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness_worker
-from harness_worker import Answer, Call, Settled
+from harness_worker import Answer, Call, Settled, Streams
 
 START_TIMEOUT_S = 120.0  # a cold import of torch by four ranks on two busy cores
 GRACE_S = 10.0  # how long the others may go on once one rank has failed: what they notice in one, on busy cores
@@ -65,6 +65,7 @@ class RankTimeout(RankFailure):
 
 class _Settings:
     debug = False
+    has_server = False  # one that another process has started
 
 
 _pools: dict[int, _Pool] = {}
@@ -104,7 +105,7 @@ def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs
     call = Call(*_pack((fn, args, kwargs)), _settings.debug)
     context = _fork_server()
     ours, theirs = context.Pipe()
-    process = context.Process(target=harness_worker.serve_once, args=(call, theirs), name="alone")
+    process = context.Process(target=harness_worker.serve_once, args=(call, theirs, Streams()), name="alone")
     process.start()
     theirs.close()
     try:
@@ -165,7 +166,14 @@ atexit.register(shutdown)
 def _fork_server() -> ForkServerContext:
     """It has torch imported once: a new process then costs a tenth of a second instead of seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness_warm"])
+    if not _settings.has_server:
+        start_fork_server()
+    return context
+
+
+def start_fork_server() -> str | None:
+    """Where the server listens, for `use_fork_server`; None if that is known to its own process only."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["harness_warm"])
     # Python 3.11 forgets to hand the path to the server, which would pass over a module that it does not find
     path = os.environ.get("PYTHONPATH")
     folders = [str(Path(__file__).parent), *([path] if path else [])]
@@ -177,7 +185,18 @@ def _fork_server() -> ForkServerContext:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = path
-    return context
+    if sys.version_info >= (3, 14):
+        return None  # it asks for a key
+    return forkserver._forkserver._forkserver_address  # type: ignore[attr-defined, no-any-return]
+
+
+def use_fork_server(address: str) -> None:
+    """Have processes forked by the server that another process has started, and ends; their output stays ours."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    _, server._forkserver_alive_fd = os.pipe()  # it is sent along, for servers that ranks would start
+    server.ensure_running = lambda: None
+    _settings.has_server = True
 
 
 class _Pool:
@@ -197,7 +216,7 @@ class _Pool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (rank, world, self._store.port, theirs, self._stack_file(rank))
+            arguments = (rank, world, self._store.port, theirs, self._stack_file(rank), Streams())
             process = context.Process(target=harness_worker.serve, args=arguments, name=f"world-{world}-rank-{rank}")
             process.start()
             theirs.close()

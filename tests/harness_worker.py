@@ -23,6 +23,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -47,7 +48,21 @@ class Settled(NamedTuple):
     calm: bool  # no model is alive on any rank
 
 
-def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: Path) -> None:
+class Streams:
+    """Standard output and error of whoever sends this, for a process that it has forked: they become its own."""
+
+    def __reduce__(self) -> Any:
+        return _take_streams, (DupFd(1), DupFd(2))
+
+
+def _take_streams(*copies: Any) -> None:
+    for descriptor, copy in enumerate(copies, start=1):
+        mine = copy.detach()
+        os.dup2(mine, descriptor)
+        os.close(mine)
+
+
+def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: Path, streams: None) -> None:
     """Entry point of a rank process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if sys.platform == "linux":  # a rank that is stopped has no thread that could see to it
@@ -88,7 +103,7 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
         pipe.send_bytes(pickle.dumps(reply))
 
 
-def serve_once(call: Call, pipe: Connection) -> None:
+def serve_once(call: Call, pipe: Connection, streams: None) -> None:
     """Entry point of a process that answers one call and is no rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _seed_no_missing_devices()
@@ -171,9 +186,17 @@ def _set_aside() -> None:
     import torch.distributed as dist
 
     global _modules
-    if len(sys.modules) > _modules and _gloo_threads() == 1 + _threads * len(dist.distributed_c10d._world.pg_map):
+    if len(sys.modules) > _modules and _has_gloo_threads(1 + _threads * len(dist.distributed_c10d._world.pg_map)):
         _modules = len(sys.modules)
         gc.freeze()
+
+
+def _has_gloo_threads(count: int) -> bool:
+    """A thread that has ended, and has been waited for, is to be seen a moment longer, on a busy machine."""
+    deadline = time.monotonic() + 0.1
+    while (found := _gloo_threads()) > count and time.monotonic() < deadline:
+        time.sleep(5e-3)
+    return found == count
 
 
 def _gloo_threads() -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import lamina
 from harness import run_ranks
-from kernels import kernel
+from notebooks import kernel
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES, DOCS = ROOT / "examples", ROOT / "docs"

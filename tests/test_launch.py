@@ -14,9 +14,9 @@ import pytest
 
 from forked_programs import run_warm
 from forked_ranks import define, launched
-from kernels import kernel
 from lamina.errors import LaunchError, UsageError
 from lamina.launch import launch
+from notebooks import kernel
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 DEFINITIONS = """
