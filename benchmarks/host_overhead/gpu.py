@@ -39,7 +39,7 @@ import lamina.core.mesh
 import lamina.runtime.api
 from lamina.core.group_sets import GroupSet
 from lamina.core.groups import GroupMaker
-from lamina.runtime import direct
+from lamina.runtime import direct, piece_sums
 from lamina.runtime.publishing import inbox_bytes, published_places
 from lamina.transport.symmetric import SymmetricPeers
 
@@ -117,6 +117,20 @@ def whole_step_of(model: nn.Module) -> Step:
     return step
 
 
+def sums_one_by_one(step: Step) -> Step:
+    """The same step with a launch for each piece that is summed."""
+    run_together = piece_sums.PieceSums.run
+
+    def changed() -> None:
+        piece_sums.PieceSums.run = lambda *_: False  # type: ignore[assignment, method-assign]
+        try:
+            step()
+        finally:
+            piece_sums.PieceSums.run = run_together  # type: ignore[method-assign]
+
+    return changed
+
+
 def ms_of(step: Step) -> float:
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -159,6 +173,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     steps = {way: step_of(build(way)) for way in options.ways.split(",")}
     if "lamina-peer" in steps:
+        steps["lamina-peer, sums one by one"] = sums_one_by_one(steps["lamina-peer"])
         steps["lamina-peer, whole step"] = whole_step_of(build("lamina-peer"))
     times: dict[str, list[float]] = {way: [] for way in steps}
     for number in range(options.rounds + 1):
@@ -173,7 +188,7 @@ def main() -> None:
         added = [(t - p) / units * 1e3 for t, p in zip(found, times["plain"], strict=True)]
         middle = statistics.median
         rows.append({"way": way, "ms": round(middle(found), 2), "added_us_per_unit": round(middle(added), 1)})
-        print(f"{way:>24} {middle(found):7.2f} ms {middle(added):7.1f} us a unit ({min(added):.1f} - {max(added):.1f})")
+        print(f"{way:>32} {middle(found):7.2f} ms {middle(added):7.1f} us a unit ({min(added):.1f} - {max(added):.1f})")
     if options.save is not None:
         facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name(), "units": units, "rows": rows}
         options.save.write_text(json.dumps(facts, indent=1))

@@ -48,7 +48,7 @@ class Lane:
 class Mark:
     """A point in a stream's work.
 
-    Its event may be recorded again at a later point of any stream, after some thousand marks more: who still waits for
+    Its event may be recorded again at a later point of any stream, after a thousand marks more: who still waits for
     it then waits longer than he must. That cannot end in a circle, as all that a stream waits for is queued already.
     """
 
@@ -65,7 +65,7 @@ _numbers = itertools.count(1)
 # Without torch's Python around them; a build without CUDA has neither.
 _record = getattr(torch._C._CudaEventBase, "record", torch.cuda.Event.record)
 _wait = getattr(torch._C._CudaEventBase, "wait", torch.cuda.Event.wait)
-EVENTS = 4096  # of a lane, before the first is recorded again
+EVENTS = 1024  # of a lane, before the first is recorded again: some steps. Making one takes longer than recording it
 
 
 class StreamLane(Lane):

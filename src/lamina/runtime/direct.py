@@ -15,7 +15,6 @@ Note [Direct]
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +31,7 @@ from lamina.runtime.piece_sums import Piece, PieceSums, find_sums
 from lamina.runtime.summing import add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
-from lamina.transport.symmetric import Pushes
+from lamina.transport.symmetric import Pushes, copy_each
 
 _dtype_of = attrgetter("dtype")
 
@@ -89,9 +88,11 @@ class DirectRoute:
         self.size_bytes = size_bytes
         self._sizes = [segment.numels for segment in segments]
         pushes = [push for segment in segments for push in segment.pushes]
-        self._parts = [(piece, target) for piece, target in pushes if not piece.is_whole]
-        wholes = [(piece.position, target.view(piece.shape)) for piece, target in pushes if piece.is_whole]
-        self._sources, self._places = [place for place, _ in wholes], [target for _, target in wholes]
+        self._parts = [piece for piece, _ in pushes if not piece.is_whole]
+        self._sources = [piece.position for piece, _ in pushes if piece.is_whole]
+        # of the sources, then of the parts
+        self._places = [target.view(piece.shape) for piece, target in pushes if piece.is_whole]
+        self._places += [target for piece, target in pushes if not piece.is_whole]
         self._zeros = [target for segment in segments for target in segment.zeros]
         self._positions, self._wanted = list(dtypes), list(dtypes.values())
         self._targets: list[tuple[Tensor, list[Tensor]]] = []  # by segment: the range, and its parts
@@ -149,10 +150,8 @@ class DirectRoute:
         return self._targets[number][1]
 
     def _push(self, gradients: Sequence[Tensor | None]) -> None:
-        found: Any = map(gradients.__getitem__, self._sources)
-        deque(map(Tensor.copy_, self._places, found), maxlen=0)
-        for piece, target in self._parts:
-            target.copy_(piece.of(gradients))
+        found: Any = list(map(gradients.__getitem__, self._sources))
+        copy_each(self._places, found + [piece.of(gradients) for piece in self._parts])
         for target in self._zeros:
             target.zero_()
 

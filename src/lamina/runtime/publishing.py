@@ -19,6 +19,7 @@ Note [Published]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from lamina.runtime.halved import take_apart
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
-from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, SymmetricPeers, connect_gpus
+from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, SymmetricPeers, connect_gpus, copy_each
 
 FLAGS_PER_WORD = 62  # non-negative in an int64
 
@@ -243,8 +244,4 @@ class SymmetricGatherer(PeerGatherer):
             self.lanes.gather.wait(self._late_ready)
 
     def _copy(self, route: Route) -> Callable[[], object]:
-        def copy_each() -> None:  # by copy engines; one call of torch's would be a kernel
-            for target, source in zip(route.targets, route.sources, strict=True):
-                target.copy_(source)
-
-        return copy_each
+        return functools.partial(copy_each, route.targets, route.sources)

@@ -338,6 +338,9 @@ class UnitGradients:
     def _show(self, which: Sequence[bool]) -> None:
         if self.hidden:
             self.show_hooks()
+        if all(which) and not any(self.had):
+            bind_gradients(self.params, self.views)
+            return
         are_bound = are_same(gradients_of(self.params), self.views)
         if all(which):
             if not all(are_bound):
