@@ -35,6 +35,12 @@ def assigned() -> None:
     own_step(model)
 
 
+def tied() -> None:
+    model = sharded()
+    model.blocks[1].weight = model.blocks[0].weight
+    own_step(model)
+
+
 def cast() -> None:
     model = sharded()
     own_step(model)
@@ -98,6 +104,7 @@ def returned_weight() -> None:
 MISUSE: dict[Callable[[], None], tuple[str, list[str]]] = {
     replaced: ("ParameterChanged", ["blocks.1.weight"]),
     assigned: ("ParameterChanged", ["weight"]),
+    tied: ("ParameterChanged", ["blocks.1.weight", "parameter `blocks.0.weight`", "tie weights before"]),
     cast: ("ParameterChanged", ["bfloat16", "weight"]),
     twice: ("StateError", ["already"]),
     part_twice: ("StateError", ["already"]),

@@ -14,6 +14,7 @@ from operator import is_, setitem
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lamina.core.shard_tensor import Shard
 from lamina.core.slots import FullParameter
 from lamina.errors import ParameterChanged
 
@@ -91,6 +92,11 @@ def _replaced(entry: Entry, found: object) -> str:
             f"`{entry.path}` is a plain tensor now, of `lamina.gathered(model)` or torch.func.functional_call: a "
             "sharded model computes with its own weights. Call it outside, or inside `with lamina.keep(model):`: "
             "there weights stay gathered over several forwards; for `generate` see lamina.shard(..., entry_points=)"
+        )
+    if isinstance(found, Shard) and isinstance(found, nn.Parameter) and found.name != entry.path:
+        return (
+            f"`{entry.path}` is the sharded parameter `{found.name}` now, which another module gathers: tie weights before "
+            "lamina.shard()"
         )
     what = "was deleted" if found is None else f"was replaced by a new {type(found).__name__}"
     return (
