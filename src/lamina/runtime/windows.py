@@ -95,8 +95,8 @@ def _replaced(entry: Entry, found: object) -> str:
         )
     if isinstance(found, Shard) and isinstance(found, nn.Parameter) and found.name != entry.path:
         return (
-            f"`{entry.path}` is the sharded parameter `{found.name}` now, which another module gathers: tie weights before "
-            "lamina.shard()"
+            f"`{entry.path}` is the sharded parameter `{found.name}` now, which another module gathers: tie weights "
+            "before lamina.shard()"
         )
     what = "was deleted" if found is None else f"was replaced by a new {type(found).__name__}"
     return (
