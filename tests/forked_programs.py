@@ -191,7 +191,7 @@ def _open_streams(unbuffered: bool) -> None:
 
 
 def _run(program: Program) -> int:
-    """The program as `__main__`, then what waits for its end; the exit code."""
+    """The program as `__main__`, then what waits for its end; the exit code, negative for a signal."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = sys.modules["builtins"]
     sys.argv = list(program.argv)
@@ -206,12 +206,13 @@ def _run(program: Program) -> int:
         elif program.kind == "-c":
             exec(compile(program.what, "<string>", "exec", dont_inherit=True), vars(main))
         elif program.kind == "-":
+            main.__file__ = program.what
             exec(compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True), vars(main))
         else:
-            main.__file__ = program.what
-            with open(program.what, "rb") as file:
+            main.__file__ = os.path.abspath(program.what)
+            with open(main.__file__, "rb") as file:
                 source = file.read()
-            exec(compile(source, program.what, "exec", dont_inherit=True), vars(main))
+            exec(compile(source, main.__file__, "exec", dont_inherit=True), vars(main))
     except BaseException as error:
         code = _ended_by(error)
     with suppress(BaseException):
@@ -220,6 +221,9 @@ def _run(program: Program) -> int:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if code == -signal.SIGINT:  # uncaught, it ends the process as if nobody had listened
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     return code
 
 
@@ -234,10 +238,4 @@ def _ended_by(error: BaseException) -> int:
         frames = frames.tb_next
     error.__traceback__ = frames
     sys.excepthook(type(error), error, frames)
-    if isinstance(error, KeyboardInterrupt):
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    return 1
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
