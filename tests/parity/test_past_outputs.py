@@ -6,6 +6,8 @@ does not find, weights are never read that are not there.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -222,3 +224,32 @@ def stale() -> str:
 
 def test_graphs_of_the_step_before_are_named() -> None:
     assert all("changed between its forward and this backward" in said for said in run_ranks(2, stale))
+
+
+def script(kind: str) -> weakref.ref[nn.Module]:
+    """Holds its loss, its hooks and its model together."""
+    names: dict[str, Any] = {"model": lamina.shard(net(kind), units=[*map(str, range(BLOCKS + 1))])}
+
+    def look(*_: object) -> None:
+        names.get("loss")
+
+    names["model"][1].register_forward_hook(look)
+    for index in range(2):
+        names["loss"] = names["model"](batch(0, index)).sum()
+        names["loss"].backward()
+    return weakref.ref(names["model"])
+
+
+def what_stays() -> list[str]:
+    stays = []
+    for kind in ("attribute", "elsewhere"):
+        model = script(kind)
+        left.clear()
+        gc.collect()
+        stays += [kind] if model() is not None else []
+    return stays
+
+
+def test_a_model_goes_with_what_holds_it() -> None:
+    """Autograd holds hooks of lamina's, and the garbage collector does not see what autograd holds."""
+    assert run_ranks(2, what_stays) == [[], []]

@@ -8,14 +8,17 @@ user's say, is found by nobody; a backward that reads weights through it raises:
 Note [Attributes]
     Looking at every attribute of every module costs a microsecond a module. So all are looked at in the first forwards,
     and whenever a module has got more of them; afterwards only the places that have held a tensor with a graph, or
-    where one may come: None and short containers, in modules that are not torch's own.
+    where one may come: None and short containers, in modules that are not torch's own. Modules are not held: what
+    autograd holds of a forward leads here, and the garbage collector does not see what autograd holds.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ _CONTAINERS = (list, tuple, dict, set, collections.deque)
 _FILLED_LATER = (list, dict, collections.deque)
 _SHORT = 64  # entries
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
+_is_there: Any = functools.partial(operator.is_not, None)
+_hooks_of = operator.attrgetter("_forward_hooks")
 
 
 class Escapes:
@@ -47,23 +52,21 @@ class Escapes:
         """
         self.made_for, self._catch = made_for, weakref.WeakMethod(catch)
         inside = list(_inside(module, opens_window))
-        self._modules = [weakref.ref(each) for each in inside]
-        self._hooks = [each._forward_hooks for each in inside]
+        self._inside = [weakref.ref(each) for each in inside]
         self._handles: dict[int, Any] = {}  # of our hook, by the position of the module
         self._hook_count = 0
-        self._attributes = [vars(each) for each in (module, *inside)]
-        self._are_torchs = [type(each).__module__.startswith("torch.nn.") for each in (module, *inside)]
+        self._all = [weakref.ref(module), *self._inside]
         self._attribute_count = 0
         self._forwards_to_learn = FORWARDS_THAT_LEARN
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}  # modules, and names of attributes
 
     def listen(self) -> None:
         """A forward begins: where the user has hung hooks since, hear what they will see."""
-        if (count := sum(map(len, self._hooks))) == self._hook_count:
+        if (count := sum(map(len, map(_hooks_of, _there(self._inside))))) == self._hook_count:
             return
-        for position, (reference, hooks) in enumerate(zip(self._modules, self._hooks, strict=True)):
+        for position, reference in enumerate(self._inside):
             module = reference()
-            if hooks and position not in self._handles and module is not None:
+            if module is not None and module._forward_hooks and position not in self._handles:
                 self._handles[position] = module.register_forward_hook(Ear(self._catch))
                 count += 1
         self._hook_count = count
@@ -79,24 +82,28 @@ class Escapes:
             caught: what modules inside have returned to the user's hooks.
             first_node: number of the first node that autograd may have made in this forward.
         """
-        if (count := sum(map(len, self._attributes))) != self._attribute_count:
+        if (count := sum(map(len, map(vars, _there(self._all))))) != self._attribute_count:
             self._attribute_count, self._forwards_to_learn = count, FORWARDS_THAT_LEARN
         if self._forwards_to_learn > 0:
             self._forwards_to_learn -= 1
             self._learn()
         if not caught and not self._places:
             return []
-        held = [*caught, *(attributes.get(name) for attributes, name in self._places)]
+        held = [*caught, *(getattr(reference(), name, None) for reference, name in self._places)]
         return [t for t in tensors_in(held) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first_node]
 
     def _learn(self) -> None:
-        known = {(id(attributes), name) for attributes, name in self._places}
-        for attributes, is_torchs in zip(self._attributes, self._are_torchs, strict=True):
-            for name, value in attributes.items():
-                if name in _OWN or (id(attributes), name) in known:
-                    continue
-                if _holds_graph(value) or (not is_torchs and _may_hold_later(value)):
-                    self._places.append((attributes, name))
+        for reference in self._all:
+            module = reference()
+            is_torchs = type(module).__module__.startswith("torch.nn.")
+            for name, value in vars(module).items() if module is not None else ():
+                if name not in _OWN and (_holds_graph(value) or (not is_torchs and _may_hold_later(value))):
+                    self._places[reference, name] = None
+
+
+def _there(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[nn.Module]:
+    """Those that still live. In C, for it is done in every forward."""
+    return filter(_is_there, map(operator.call, references))
 
 
 def _holds_graph(value: Any) -> bool:
