@@ -29,7 +29,8 @@ LAYERS = (
     {"optim", "checkpoint", "planner"},
     {"trace"},
     {"train"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
     {""},  # lamina/__init__.py
 )
 LAUNCH = {"launch", "launched", "ship"}  # one part in three files
