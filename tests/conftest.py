@@ -125,6 +125,7 @@ LONGEST = (
     "test_patches.py",
     "test_recording.py",
     "test_shard_tensor.py",
+    "test_distributed_checkpoint.py",
 )
 
 
