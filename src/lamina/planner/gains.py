@@ -81,10 +81,10 @@ def _rounded(workload: Workload, machine: Machine) -> Iterator[tuple[str, Worklo
         return
     names, units = [], []
     for unit in workload.units:
-        odd = [p for p in unit.forward_products if _is_odd(p)]
-        sizes = {frozenset((p.n, p.k)) for p in odd}
-        names += [f"{p.name} {p.shape}" for p in unit.params if frozenset(p.shape[-2:]) in sizes]
-        units.append(_with_rounded(unit) if odd else unit)
+        sizes = {frozenset((p.n, p.k)) for p in unit.forward_products if _is_odd(p)}
+        odd = [p for p in unit.params if frozenset(p.shape[-2:]) in sizes]
+        names += [f"{p.name} {p.shape}" for p in odd]
+        units.append(_with_rounded(unit, {frozenset(p.shape[-2:]) for p in odd}) if odd else unit)
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"sizes that are multiples of 8: {names[0]}{others}", replace(workload, units=tuple(units))
@@ -94,9 +94,12 @@ def _is_odd(product: MatrixProduct) -> bool:
     return product.dtype_bytes == 2 and not product.is_attention and alignment(product.n, product.k) < 8
 
 
-def _with_rounded(unit: UnitWork) -> UnitWork:
+def _with_rounded(unit: UnitWork, sizes: set[frozenset[int]]) -> UnitWork:
+    """Its products with parameters of these sizes; those of activations alone stay as the input makes them."""
     products = tuple(
-        replace(p, n=8 * math.ceil(p.n / 8), k=8 * math.ceil(p.k / 8)) if _is_odd(p) else p
+        replace(p, n=8 * math.ceil(p.n / 8), k=8 * math.ceil(p.k / 8))
+        if _is_odd(p) and frozenset((p.n, p.k)) in sizes
+        else p
         for p in unit.forward_products
     )
     return replace(unit, forward_products=products)
