@@ -252,19 +252,24 @@ class ModuleHooks:
                 )
 
 
-def _leave_uncompiled(function: Any) -> None:
+def _uncompiled(function: Any) -> Any:
     """What `torch.compiler.disable` does, without importing the compiler: no frame below is compiled.
 
-    A module that the user compiles calls its hooks inside what is compiled.
+    A module that the user compiles calls its hooks inside what is compiled. Where torch has other private names, the
+    compiler is imported.
     """
-    compiler = torch._C._dynamo.eval_frame
+    try:
+        compiler = torch._C._dynamo.eval_frame
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):
+        return torch.compiler.disable(function)
     function._torchdynamo_disable = True
-    skip = compiler._FrameAction.SKIP
-    compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    return function
 
 
 for _hook in (ModuleHooks.before, ModuleHooks.after):
-    _leave_uncompiled(_hook)
+    setattr(ModuleHooks, _hook.__name__, _uncompiled(_hook))
 
 
 def _tensors_below(value: Any) -> list[Tensor]:
