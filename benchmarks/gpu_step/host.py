@@ -27,8 +27,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-import run
-from model import SIZES
+from ways import BUILDERS, Job
 
 STEPS = 10
 REPEATS = 2000
@@ -56,8 +55,8 @@ def main() -> None:
 
 
 def step_of(way: str, options: argparse.Namespace) -> None:
-    step = run.BUILDERS[way](options.size)
-    data = run.batch(0, options.tokens, SIZES[options.size][-1])
+    job = Job(options.size, options.tokens)
+    step, data = BUILDERS[way](job), job.batch(0)
 
     def steps() -> float:
         torch.cuda.synchronize()

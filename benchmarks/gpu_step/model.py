@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 SIZES = {  # dim, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (256, 4, 4, 2, 512, 512),
@@ -113,8 +114,9 @@ class ExpertBlock(Block):
 
 
 class Model(nn.Module):
-    def __init__(self, size: str) -> None:
+    def __init__(self, size: str, recomputes: bool = False) -> None:
         super().__init__()
+        self.recomputes = recomputes  # by torch's checkpoint, in every block
         dim, layers, heads, kv_heads, hidden, vocabulary = SIZES[size]
         experts = EXPERTS.get(size)
         self.vocabulary = vocabulary
@@ -134,6 +136,6 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.emb(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(_wide(logits.flatten(0, 1)), targets.flatten())

@@ -1,388 +1,271 @@
-"""Step time, device memory and loss of sharded training on GPUs, beside FSDP2 and a hand-written loop.
+"""Step time, device memory and loss of sharded training on GPUs, beside its peers and a hand-written loop.
 
     python benchmarks/gpu_step/run.py --gpus 2 --save benchmarks/gpu_step/results/NAME.json
 
-Every way runs in processes of its own (so that device memory is its own), from the same weights on the same batches:
-timed steps (10 between synchronisations, maximum over ranks, median of rounds), then 50 steps from the start whose
-losses are compared with the hand-written loop (bf16 compute, fp32 masters, gradients averaged in fp32). All ways clip
-at 1.0 and change the learning rate at every step.
+Every way has processes of its own, so that device memory is its own; all start at once and then take turns. A first
+turn trains from one start on the same batches: its losses are compared with the hand-written loop's (bf16 compute, fp32
+masters, gradients averaged in fp32), and device memory that is gone after it is what the way uses. Then come rounds: in
+each, every way in turn warms up and is timed over ten steps without a synchronisation in between (maximum over ranks),
+then gives its caches back and sleeps. A ratio is of one round.
+
+`--ways a,b/c,d` starts c and d when a and b have ended, where device memory does not hold all at once. All ways change
+the learning rate at every step and clip at 1.0 (not with `--unclipped`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from model import SIZES, Block, Model
+from ways import BUILDERS, DEVICE, Job
 
-WAYS = ("bound", "reference", "fsdp2-fp32", "fsdp2-bf16", "lamina")
-LENGTH = 2048
-Step = Callable[[Tensor, Tensor, int], Tensor]
-
-
-def learning_rate(step: int) -> float:
-    return 1e-4 * min(1.0, (step + 1) / 10)
+WAYS = ("bound", "reference", "fsdp2-fp32", "fsdp2-bf16", "lamina", "lamina-peer")
+TIMED_STEPS, WARM_STEPS = 10, 2
+HOUR = timedelta(hours=1)
 
 
-def reference(size: str) -> Step:
-    """bf16 weights, fp32 masters, gradients averaged in fp32: nothing sharded."""
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        source = Model(size)
-        model = Model(size).to(torch.bfloat16)
-    masters = [p.detach().clone().requires_grad_() for p in source.parameters()]
-    del source
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-    copies = list(model.parameters())
-
-    def publish() -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(copies, masters)
-
-    publish()
-
-    def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        for master, copy in zip(masters, copies, strict=True):
-            gradient = copy.grad.float()
-            dist.all_reduce(gradient)
-            master.grad = gradient / dist.get_world_size()
-            copy.grad = None
-        nn.utils.clip_grad_norm_(masters, 1.0)
-        set_rate(optimizer, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        publish()
-        return loss.detach()
-
-    return step
-
-
-def bound(size: str, captures: bool = False, compiles: bool = False) -> Step:
-    """What no sharded step can beat: the same kernels on a whole bf16 model, AdamW over numel / W, no communication."""
-    model = seeded(size).to(torch.bfloat16)
-    for block in model.blocks if compiles else ():
-        block.compile()
-    wanted_numel = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
-    copies, masters = [], []
-    for copy in model.parameters():
-        if wanted_numel <= 0:
-            break
-        part = copy.detach().view(-1)[:wanted_numel]  # of the last one only as much as is missing
-        wanted_numel -= part.numel()
-        copies.append((copy, part))
-        masters.append(part.float().requires_grad_())
-    rate = torch.tensor(1e-4, device="cuda") if captures else 1e-4
-    optimizer = torch.optim.AdamW(masters, lr=rate, fused=True, capturable=captures)
-
-    def step(tokens: Tensor, targets: Tensor, number: int = -1) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        for (copy, part), master in zip(copies, masters, strict=True):
-            master.grad = copy.grad.view(-1)[: part.numel()].float()
-        model.zero_grad()
-        nn.utils.clip_grad_norm_(masters, 1.0)
-        if number >= 0:
-            set_rate(optimizer, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_([part for _, part in copies], masters)
-        return loss.detach()
-
-    return graphed(step, rate) if captures else step
-
-
-def graphed(step: Callable[..., Tensor], rate: Tensor) -> Step:
-    """A step as one CUDA graph, by hand."""
-    kept: list = []
-
-    def call(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
-        if not kept:
-            inputs, graph, side = (tokens.clone(), targets.clone()), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    step(*inputs)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-                result = step(*inputs)
-            kept.extend([inputs, graph, result])
-        inputs, graph, result = kept
-        inputs[0].copy_(tokens)
-        inputs[1].copy_(targets)
-        rate.fill_(learning_rate(number))
-        graph.replay()
-        return result
-
-    return call
-
-
-def fsdp2(size: str, reduce: torch.dtype, compiles: bool = False) -> Step:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = seeded(size)
-    for block in model.blocks if compiles else ():
-        block.compile()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    blocks = list(model.blocks)
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
-    return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-
-
-def fsdp1(size: str) -> Step:
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    model = FullyShardedDataParallel(
-        seeded(size),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        use_orig_params=True,
-        forward_prefetch=True,
-        device_id=torch.cuda.current_device(),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return training_step(model, optimizer, clip=lambda: model.clip_grad_norm_(1.0))
-
-
-def ddp(size: str) -> Step:
-    """fp32 weights and gradients, computed under autocast: how DDP is used with mixed precision."""
-    model = nn.parallel.DistributedDataParallel(seeded(size), gradient_as_bucket_view=True)
-    return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), autocast=True)
-
-
-def megatron_fsdp(size: str) -> Step:
-    """bf16 weights and wire, fp32 masters and gradients."""
-    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
-
-    model = seeded(size).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    policy = MixedPrecisionPolicy(
-        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.bfloat16
-    )
-    model, optimizer = fully_shard(
-        model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=3, mixed_precision_policy=policy
-    )
-    return training_step(model, optimizer)
-
-
-def lamina_way(
-    size: str, transport: str = "c10d", captures: bool = False, compiles: bool = False, halves: bool = False
-) -> Step:
-    import lamina
-
-    precision = lamina.Precision(compute=torch.bfloat16, keep=(), halves=halves)
-    model = lamina.shard(seeded(size), precision=precision, transport=transport, compile=compiles)
-    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4, max_norm=1.0)
-
-    def update(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    if captures:
-        update = lamina.capture(update)
-
-    def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
-        set_rate(optimizer, number)
-        loss = update(tokens, targets)
-        return loss.clone() if captures else loss
-
-    return step
-
-
-def seeded(size: str) -> Model:
-    with torch.device("cuda"):
-        torch.manual_seed(0)
-        return Model(size)
-
-
-def training_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    clip: Callable[[], object] | None = None,
-    autocast: bool = False,
-) -> Step:
-    if clip is None:
-        clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
-
-    def step(tokens: Tensor, targets: Tensor, number: int) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = model(tokens, targets)
-        loss.backward()
-        clip()
-        set_rate(optimizer, number)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def set_rate(optimizer: torch.optim.Optimizer, number: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(number)
-
-
-def batch(number: int, tokens: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Batch `number` of this rank: a fixed stream with something to learn in it."""
-    length = min(LENGTH, tokens)
-    generator = torch.Generator(device="cuda").manual_seed(1000 * number + dist.get_rank())
-    data = torch.randint(0, vocabulary // 64, (tokens // length, length + 1), device="cuda", generator=generator)
-    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
-
-
-def measure(way: str, options: argparse.Namespace) -> dict:
-    """One way on this rank."""
-    vocabulary = SIZES[options.size][-1]
-    step = BUILDERS[way](options.size)
-    losses = []
-    for number in range(options.steps):
-        loss = step(*batch(number, options.tokens, vocabulary), number)
-        dist.all_reduce(loss)
-        losses.append(loss / dist.get_world_size())
-    curve = [float(loss) for loss in losses]
-    data = batch(0, options.tokens, vocabulary)
-    milliseconds, host = [], []
-    for _ in range(options.rounds):
+def synchronize() -> None:
+    if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+class Way:
+    """One way on one rank, built by its first turn."""
+
+    def __init__(self, name: str, job: Job, curve_steps: int) -> None:
+        self.name, self.job, self.curve_steps = name, job, curve_steps
+
+    def learn(self) -> dict:
+        if DEVICE == "cuda":
+            rank = int(os.environ["LOCAL_RANK"])
+            torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a card: see tests/gpu/cards.py
+        self.step = BUILDERS[self.name](self.job)
+        self.data = self.job.batch(0)
+        losses = []
+        for number in range(self.curve_steps):
+            loss = self.step(*self.job.batch(number), number)
+            dist.all_reduce(loss)
+            losses.append(loss / dist.get_world_size())
+        found: dict = {"losses": [float(loss) for loss in losses]}
+        if DEVICE == "cuda":
+            found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        return found
+
+    def rest(self) -> dict:
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def time(self) -> dict:
+        for number in range(WARM_STEPS):
+            self.step(*self.data, number)
+        synchronize()
         dist.barrier()
-        torch.cuda.synchronize()
+        synchronize()
         started = time.perf_counter()
-        for number in range(10):
-            step(*data, number)
+        for number in range(TIMED_STEPS):
+            self.step(*self.data, number)
         issued = time.perf_counter()
-        torch.cuda.synchronize()
-        took = torch.tensor([time.perf_counter() - started, issued - started], device="cuda") * 100
+        synchronize()
+        took = torch.tensor([time.perf_counter() - started, issued - started], device=DEVICE) * 1e3 / TIMED_STEPS
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        milliseconds.append(float(took[0]))
-        host.append(float(took[1]))
-    free, everything = torch.cuda.mem_get_info()
-    return {
-        "way": way,
-        "ms": statistics.median(milliseconds),
-        "ms_min": min(milliseconds),
-        "ms_max": max(milliseconds),
-        "host_ms": statistics.median(host),
-        "used_gib": (everything - free) / 2**30,
-        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "losses": curve,
-    }
-
-
-BUILDERS: dict[str, Callable[[str], Step]] = {
-    "bound": bound,
-    "reference": reference,
-    "fsdp2-fp32": lambda size: fsdp2(size, torch.float32),
-    "fsdp2-bf16": lambda size: fsdp2(size, torch.bfloat16),
-    "fsdp1": fsdp1,
-    "ddp": ddp,
-    "megatron": megatron_fsdp,
-    "lamina": lamina_way,
-    "lamina-peer": lambda size: lamina_way(size, "peer"),
-    "lamina-peer-halves": lambda size: lamina_way(size, "peer", halves=True),
-    "bound-captured": lambda size: bound(size, captures=True),
-    "lamina-captured": lambda size: lamina_way(size, captures=True),
-    "lamina-peer-captured": lambda size: lamina_way(size, "peer", captures=True),
-    "bound-compiled": lambda size: bound(size, compiles=True),
-    "fsdp2-compiled": lambda size: fsdp2(size, torch.float32, compiles=True),
-    "lamina-compiled": lambda size: lamina_way(size, compiles=True),
-    "lamina-peer-compiled": lambda size: lamina_way(size, "peer", compiles=True),
-}
+        self.rest()
+        return {"ms": float(took[0]), "host_ms": float(took[1])}
 
 
 def child(options: argparse.Namespace) -> None:
+    """What every rank of a way runs: turns, as the store says."""
     warnings.simplefilter("ignore")
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank % torch.cuda.device_count())  # ranks may share a card: see tests/gpu/cards.py
-    dist.init_process_group("cuda:nccl,cpu:gloo")
-    result = measure(options.way, options)
-    if dist.get_rank() == 0:
-        Path(options.result).write_text(json.dumps(result))
+    store = dist.TCPStore("127.0.0.1", options.port, is_master=False, timeout=HOUR)
+    dist.init_process_group("cuda:nccl,cpu:gloo" if DEVICE == "cuda" else "gloo")
+    way = Way(options.way, job_of(options), options.steps)
+    turns = {"learn": way.learn, "rest": way.rest, "time": way.time}
+    number = 0
+    while (turn := store.get(f"{options.way} {number}").decode()) != "end":
+        found = turns[turn]()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            store.set(f"{options.way} {number} done", json.dumps(found))
+        number += 1
     dist.destroy_process_group()
+
+
+@dataclass
+class Runner:
+    """The processes of one way, as the parent sees them."""
+
+    name: str
+    process: subprocess.Popen
+    output: Path
+    store: dist.TCPStore
+    turns: int = 0
+    is_well: bool = True
+    rounds: dict[int, dict] = field(default_factory=dict)
+    row: dict = field(default_factory=dict)
+
+    def turn(self, what: str) -> dict:
+        """Empty, and the way is out, where its processes have failed."""
+        key = f"{self.name} {self.turns}"
+        self.turns += 1
+        self.store.set(key, what)
+        while what != "end" and self.is_well:
+            if self.store.check([f"{key} done"]):
+                return json.loads(self.store.get(f"{key} done"))
+            self.is_well = self.process.poll() is None
+            time.sleep(0.01)
+        if what != "end":
+            print(f"{self.name}: failed in `{what}`\n{self.output.read_text()[-3000:]}", flush=True)
+        return {}
+
+    def finished_row(self) -> dict:
+        ms = [found["ms"] for found in self.rounds.values()]
+        host = [found["host_ms"] for found in self.rounds.values()]
+        times = {"ms": statistics.median(ms), "ms_min": min(ms), "ms_max": max(ms), "host_ms": statistics.median(host)}
+        return {
+            "way": self.name,
+            **times,
+            "rounds_ms": {n: found["ms"] for n, found in self.rounds.items()},
+            **self.row,
+        }
+
+
+def start(name: str, store: dist.TCPStore, folder: str, options: argparse.Namespace) -> Runner:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
+    command += [__file__, *sys.argv[1:], "--way", name, "--port", str(store.port)]
+    output = Path(folder) / f"{name}.txt"
+    with output.open("w") as file:
+        return Runner(name, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), output, store)
+
+
+def free_gib() -> list[float]:
+    if DEVICE == "cpu":
+        return [0.0]
+    return [torch.cuda.mem_get_info(card)[0] / 2**30 for card in range(torch.cuda.device_count())]
+
+
+def measure(names: list[str], options: argparse.Namespace, done: list[dict]) -> list[dict]:
+    """Rows of ways that take turns. What is there is saved after every round."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=HOUR)
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:
+        runners = [start(name, store, folder, options) for name in names]
+        try:
+            for runner in runners:
+                before = free_gib()
+                runner.row = runner.turn("learn")
+                runner.row["used_gib"] = max(a - b for a, b in zip(before, free_gib(), strict=True))
+                if runner.is_well:
+                    runner.turn("rest")
+            for number in range(options.rounds):
+                for runner in runners:
+                    if runner.is_well and (found := runner.turn("time")):
+                        runner.rounds[number] = found
+                rows = [runner.finished_row() for runner in runners if runner.rounds]
+                save(done + rows, options)
+        finally:
+            for runner in runners:
+                if runner.is_well:
+                    runner.turn("end")
+            for runner in runners:
+                try:
+                    runner.process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    runner.process.terminate()
+                    runner.process.wait()
+    return rows
+
+
+def compare(rows: list[dict]) -> None:
+    """Shares of the bound, and deviations from the hand-written loop."""
+    base = next((row["losses"] for row in rows if row["way"] == "reference"), None)
+    bounds = {row["way"].removeprefix("bound"): row for row in rows if row["way"].startswith("bound")}
+    for row in rows:
+        learns = base is not None and not row["way"].startswith("bound")  # the bound's ranks go their own ways
+        row["deviation"] = max(abs(a - b) for a, b in zip(row["losses"], base, strict=True)) if learns else None
+        kind = next((f"-{word}" for word in ("captured", "compiled") if row["way"].endswith(word)), "")
+        if kind in bounds:
+            best = bounds[kind]["rounds_ms"]
+            shares = [best[number] / ms for number, ms in row["rounds_ms"].items() if number in best]
+            row |= {"of_bound": statistics.median(shares), "of_bound_range": [min(shares), max(shares)]}
+
+
+def save(rows: list[dict], options: argparse.Namespace) -> None:
+    compare(rows)
+    if options.save is not None:
+        facts = {"card": card_name(), "torch": torch.__version__, "command": " ".join(sys.argv), "rows": rows}
+        options.save.write_text(json.dumps(facts, indent=1))
+
+
+def card_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+
+
+def show(rows: list[dict], options: argparse.Namespace) -> None:
+    job = job_of(options)
+    print(f"{job}, {options.gpus} x {card_name()}, torch {torch.__version__}")
+    sizes = f"{'used':>6} {'alloc':>6} {'resv':>6}"
+    print(
+        f"{'way':>20} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {sizes}  of bound (range)"
+        f"{'deviation':>15}  last loss"
+    )
+    for row in rows:
+        lowest, highest = row.get("of_bound_range", (float("nan"), float("nan")))
+        deviation = "" if row["deviation"] is None else f"{row['deviation']:.1e}"
+        print(
+            f"{row['way']:>20} {row['ms']:7.1f} {row['ms_min']:6.1f} - {row['ms_max']:6.1f} {row['host_ms']:6.1f} "
+            f"{row['used_gib']:6.2f} {row.get('allocated_gib', 0):6.2f} {row.get('reserved_gib', 0):6.2f}  "
+            f"{row.get('of_bound', float('nan')):.3f} ({lowest:.3f}-{highest:.3f})  {deviation:>9}  "
+            f"{row['losses'][-1]:.4f}"
+        )
+
+
+def job_of(options: argparse.Namespace) -> Job:
+    return Job(options.size, options.tokens, not options.unclipped, options.micro_batches, options.recompute)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--size", default="1b")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch, on one GPU")
+    parser.add_argument("--steps", type=int, default=50, help="of the loss curve")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--unclipped", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--recompute", action="store_true", help="all blocks, fully")
     parser.add_argument("--save", type=Path, default=None)
     parser.add_argument("--way", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--result", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way is not None:
         child(options)
         return
-    rows = []
-    for way in options.ways.split(","):
-        with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command = [*launcher, "--nproc-per-node", str(options.gpus)]
-            command += [__file__, "--way", way, "--result", result.name, "--size", options.size]
-            command += ["--tokens", str(options.tokens), "--steps", str(options.steps), "--rounds", str(options.rounds)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            text = result.read()
-            if done.returncode or not text:
-                print(f"{way}: failed\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-                continue
-            rows.append(json.loads(text))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+    rows: list[dict] = []
+    for group in options.ways.split("/"):
+        rows += measure(group.split(","), options, rows)
+    save(rows, options)
     show(rows, options)
-
-
-def show(rows: list[dict], options: argparse.Namespace) -> None:
-    card = torch.cuda.get_device_name()
-    print(f"{options.size}, {options.tokens} tokens a GPU, {options.gpus} x {card}, torch {torch.__version__}")
-    bounds = {row["way"].removeprefix("bound"): row["ms"] for row in rows if row["way"].startswith("bound")}
-    base = next((row["losses"] for row in rows if row["way"] == "reference"), None)
-    sizes = f"{'used':>6} {'alloc':>6} {'resv':>6}"
-    print(f"{'way':>20} {'ms':>7} {'(min':>6} - {'max)':>6} {'host':>6} {sizes}  of bound  deviation  last loss")
-    for row in rows:
-        learns = base is not None and not row["way"].startswith("bound")  # the bound's ranks go their own ways
-        row["deviation"] = max(abs(a - b) for a, b in zip(row["losses"], base, strict=True)) if learns else None
-        kind = next((f"-{word}" for word in ("captured", "compiled") if row["way"].endswith(word)), "")
-        row["of_bound"] = bounds[kind] / row["ms"] if kind in bounds else None
-        print(
-            f"{row['way']:>20} {row['ms']:7.1f} {row['ms_min']:6.1f} - {row['ms_max']:6.1f} {row['host_ms']:6.1f} "
-            f"{row['used_gib']:6.2f} {row['allocated_gib']:6.2f} {row['reserved_gib']:6.2f}  "
-            f"{row['of_bound'] or float('nan'):8.3f}  "
-            f"{row['deviation'] if row['deviation'] is None else round(row['deviation'], 6)}  {row['losses'][-1]:.4f}"
-        )
-    if options.save is not None:
-        facts = {"card": card, "torch": torch.__version__, "command": " ".join(sys.argv), "rows": rows}
-        options.save.write_text(json.dumps(facts, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-import run
-from model import SIZES
+from ways import BUILDERS, Job
 
 STEPS = 3
 Span = tuple[int, int]
@@ -56,8 +55,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cuda:nccl,cpu:gloo")
-    step = run.BUILDERS[options.way](options.size)
-    data = run.batch(0, options.tokens, SIZES[options.size][-1])
+    job = Job(options.size, options.tokens)
+    step, data = BUILDERS[options.way](job), job.batch(0)
     for number in range(5):
         step(*data, number)
     torch.cuda.synchronize()

@@ -281,9 +281,10 @@ def load(name: str) -> ModuleType:
 
 def whole(way: str, size: str, tokens: int, clock: Clock) -> dict:
     """A step's time early and late, and its kernels by kind."""
-    run = load("run")
-    step = (run.BUILDERS | {"four eager blocks": four_eager_blocks, "chunked loss": chunked_loss})[way](size)
-    data = run.batch(0, tokens, run.SIZES[size][-1])
+    ways = load("ways")
+    job = ways.Job(size, tokens)
+    step = (ways.BUILDERS | {"four eager blocks": four_eager_blocks, "chunked loss": chunked_loss})[way](job)
+    data = job.batch(0)
     for number in range(3):
         step(*data, number)
     torch.cuda.synchronize()
