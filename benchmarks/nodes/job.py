@@ -18,6 +18,7 @@ import lamina
 
 DIM, LAYERS, VOCABULARY, LENGTH = 256, 8, 128, 32
 STEPS = 6
+DEVICE = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -32,7 +33,7 @@ class Block(nn.Module):
 def build(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     blocks = [Block() for _ in range(LAYERS)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, DIM), *blocks, nn.Linear(DIM, VOCABULARY)).to(dtype)
+    return nn.Sequential(nn.Embedding(VOCABULARY, DIM), *blocks, nn.Linear(DIM, VOCABULARY)).to(DEVICE, dtype)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def batch(number: int) -> Tensor:
     """Two rows a rank."""
     generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, VOCABULARY, (2 * dist.get_world_size(), LENGTH), generator=generator)
+    return torch.randint(0, VOCABULARY, (2 * dist.get_world_size(), LENGTH), generator=generator).to(DEVICE)
 
 
 def deviation(strategy: str) -> float:
@@ -64,18 +65,26 @@ def deviation(strategy: str) -> float:
 
 
 def time_steps(strategy: str) -> tuple[float, str]:
-    """Milliseconds a step in float32, and the strategy as the report names it."""
+    """Milliseconds a step in float32, and the strategy and transport as the report names them."""
     model = lamina.shard(build(torch.float32), strategy, units=[Block])
     optimizer, rank = lamina.optim.AdamW(model.parameters(), lr=1e-3), dist.get_rank()
     for number in range(3 + STEPS):
         if number == 3:
-            dist.barrier()
+            finish()
             started = time.perf_counter()
         loss_of(model, batch(number)[2 * rank : 2 * rank + 2]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    finish()
+    report = lamina.report(model)
+    return (time.perf_counter() - started) / STEPS * 1e3, f"{report.strategy}, {report.transport}"
+
+
+def finish() -> None:
+    """Come to the same point on all ranks, with nothing left to do."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
-    return (time.perf_counter() - started) / STEPS * 1e3, lamina.report(model).strategy
 
 
 def train_with_a_fault(how: str, strategy: str, told: Path) -> None:
@@ -105,9 +114,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fault", choices=["kill", "stop", "evaluate"], default=None)
     parser.add_argument("--strategies", default="zero3,hsdp,ddp")
+    parser.add_argument("--gpus", action="store_true", help="over NCCL; ranks may share cards")
     parser.add_argument("--save", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.gpus:
+        global DEVICE
+        DEVICE = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("cuda:nccl,cpu:gloo")
     if options.fault is not None:
         train_with_a_fault(options.fault, options.strategies, options.save)
         return

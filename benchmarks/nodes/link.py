@@ -77,8 +77,12 @@ class Link:
 
 def inside(name: str, host_name: str, command: list[str]) -> list[str]:
     """The command line that runs `command` in a namespace, on a host that calls itself `host_name`."""
-    shell = 'hostname "$0" && exec "$@"'
-    return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", shell, host_name, *command]
+    return ["ip", "netns", "exec", name, *with_host_name(host_name), *command]
+
+
+def with_host_name(host_name: str) -> list[str]:
+    """What stands before a command line whose host calls itself `host_name`."""
+    return ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', host_name]
 
 
 def _ip(*words: str) -> None:
