@@ -73,9 +73,8 @@ def main() -> None:
         return
     rows = []
     with contextlib.ExitStack() as stack:
-        link = (
-            None if options.gpus else stack.enter_context(Link(options.delay_ms / 1e3, options.megabytes_per_s * 1e6))
-        )
+        joined = Link(options.delay_ms / 1e3, options.megabytes_per_s * 1e6)
+        link = None if options.gpus else stack.enter_context(joined)
         found = Path(stack.enter_context(tempfile.TemporaryDirectory()), "rows.json")
         for strategy in options.strategies.split(","):
             before = sum(link.bytes_sent) if link else 0
@@ -90,9 +89,8 @@ def main() -> None:
     print(f"2 nodes x 2 ranks, {between} between them")
     print(f"{'strategy':>10} {'ms a step':>10} {'MB over the link':>17} {'deviation':>10}  title")
     for row in rows:
-        print(
-            f"{row['strategy']:>10} {row['ms']:10.1f} {row['megabytes'] or float('nan'):17.1f} {row['deviation']:10.1e}  {row['title']}"
-        )
+        sent = row["megabytes"] or float("nan")
+        print(f"{row['strategy']:>10} {row['ms']:10.1f} {sent:17.1f} {row['deviation']:10.1e}  {row['title']}")
     if options.save is not None:
         options.save.write_text(json.dumps(rows, indent=1))
 
