@@ -1,8 +1,9 @@
-"""requires_grad changed between steps equals one process: layer by layer, freezing again, both kinds in one unit."""
+"""requires_grad changed at any time equals one process: between steps, around one call of several, inside a forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -150,3 +151,88 @@ def test_frozen_on_one_rank_once_nobody_compares_is_named(at: int, when: str) ->
     other, own = failure.value.errors[0], failure.value.errors[1]
     assert own.type_name == "ParameterChanged" and "`blocks.1." in own.message and "rank 1" in own.message
     assert other.type_name == "Disagreement" and "rank 1" in other.message
+
+
+# ---- around one call: what a graph has found is not what the next forward finds
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    module.requires_grad_(False)
+    yield
+    module.requires_grad_(True)
+
+
+class Player(nn.Module):
+    """A generator and its judge, which is frozen `when` it judges for the generator."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made, self.judge = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.made(x)
+        loss = self.judge(made.detach()).sin().mean() if self.when == "behind" else 0
+        if self.when != "outside":
+            with frozen(self.judge):
+                loss = loss + self.judge(made).square().mean()
+        return loss if self.when == "behind" else loss + self.judge(made.detach()).sin().mean()
+
+
+def play(model: nn.Module, x: Tensor, share: int, step: int) -> None:
+    """One rank's batch."""
+    if model.when == "between":  # forward and backward
+        model.judge.requires_grad_(step % 2 == 0)
+    loss = model(x)
+    if model.when == "outside":  # a second forward, in the same backward
+        with frozen(model.judge):
+            loss = loss + model(x.cos())
+    if model.when == "between":
+        model.judge.requires_grad_(step % 3 == 0)
+    (loss / share).backward()
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"slots": 1, "transport": "c10d"},
+    {"transport": "peer"},
+    {"strategy": "zero1"},
+    {"strategy": "ddp"},
+)
+
+
+def around_calls() -> dict[str, float]:
+    """Deviation of gradients over four steps, by when the judge is frozen and by way."""
+    world, rank, worst = dist.get_world_size(), dist.get_rank(), {}
+    for when in ("before", "behind", "outside", "between"):
+        for way in WAYS:
+            plain, found = Player(when).double(), 0.0
+            model = lamina.shard(Player(when).double(), units=["made", "judge"], **way)
+            for step in range(4):
+                xs = torch.randn(world, 3, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                for x in xs:
+                    play(plain, x, world, step)
+                play(model, xs[rank], 1, step)
+                found = max(found, gradient_deviation(model, {key: p.grad for key, p in plain.named_parameters()}))
+                plain.zero_grad(), model.zero_grad()
+            worst[f"{when}, {way}"] = found
+    return worst
+
+
+def test_parameters_frozen_around_one_call_equal_one_process() -> None:
+    for worst in run_ranks(2, around_calls):
+        assert max(worst.values()) <= TOLERANCE, {case: found for case, found in worst.items() if found > TOLERANCE}
+
+
+def thawed_inside(strategy: str) -> None:
+    """For the first time: nothing is there to take its gradient."""
+    plain = Player("before").double()
+    plain.judge.requires_grad_(False)
+    lamina.shard(plain, strategy, units=["made", "judge"])(torch.ones(1, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_thawed_inside_a_forward_for_the_first_time_is_named(strategy: str) -> None:
+    words = ["`judge.", "since the middle of this forward", "requires_grad_()"]
+    expect_error(2, thawed_inside, strategy, error="ParameterChanged", contains=words)

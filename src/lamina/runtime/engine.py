@@ -190,7 +190,7 @@ class Engine:
         if is_forward:
             unit.was_entered = True
         if unit.plain:
-            unit.windows += 1
+            unit.open_plain(is_forward)
             return None
         if reads:
             slot = self.residency.weights_in(unit, slot)
@@ -198,7 +198,7 @@ class Engine:
             unit.swap_in(slot, is_forward)
             unit.windows += 1
         elif slot is not None:
-            unit.freeze_late(slot)
+            unit.follow(slot, is_forward)
         if phase.recorded is not None:
             self._pump(phase)
         return slot

@@ -219,12 +219,7 @@ class Unit:
         if self.windows == 0:
             self.window.check()
         self.window.show(shown)
-        if forward and self._followed[slot] != self.requires:
-            for position, (param, full) in enumerate(zip(self.params, slot.fulls, strict=True)):
-                self._follow_requires_grad(position, full, param)
-            self._followed[slot] = self.requires
-        if not forward:
-            self.freeze_late(slot)
+        self.follow(slot, forward)
         for module in self.recurrent:
             refresh_flat_weights(module)
 
@@ -252,21 +247,40 @@ class Unit:
         for module in self.recurrent:
             refresh_flat_weights(module)
 
-    def freeze_late(self, slot: Slot) -> None:
-        """What was frozen since the forward gets no gradient; the next forward looks anew."""
+    def follow(self, slot: Slot, forward: bool) -> None:
+        """Let full parameters require gradients as the user's do now.
+
+        At every use: a forward may freeze a part of the model around one call of it. In backwards, too: there autograd
+        asks a leaf whether it takes its gradient, and a later forward may have found it frozen.
+        """
         with AS_PLAIN():
             now = list(map(_is_trainable, self.params))
-        if now == self.requires:
+        if now == self._followed[slot]:
             return
-        for full, is_trainable in zip(slot.fulls, now, strict=True):
-            if not is_trainable:
-                full.requires_grad_(False)
-        self._followed[slot] = []
+        if forward:
+            self.refuse_late_thaw()
+        for full, is_trainable, has_place in zip(slot.fulls, now, self.expected, strict=True):
+            # torch.vmap refuses to be asked for what is so already; to what has no place no graph leads
+            if full.requires_grad != is_trainable and has_place:
+                full.requires_grad_(is_trainable)
+        self._followed[slot] = self.wanted = now
 
-    def _follow_requires_grad(self, position: int, full: nn.Parameter, param: nn.Parameter) -> None:
-        self.wanted[position] = param.requires_grad
-        if full.requires_grad != self.wanted[position]:  # torch.vmap refuses to be asked for what is so already
-            full.requires_grad_(self.wanted[position])
+    def open_plain(self, forward: bool) -> None:
+        """A use begins for which nothing is gathered."""
+        if forward:
+            self.refuse_late_thaw()
+        self.windows += 1
+
+    def refuse_late_thaw(self) -> None:
+        """Raise if there is no place for the gradient of what this forward is to train."""
+        if all(self.expected):
+            return
+        for param, has_place, spec in zip(self.params, self.expected, self.layout.params, strict=True):
+            if param.requires_grad and not has_place:
+                raise ParameterChanged(
+                    f"`{spec.name}` requires a gradient since the middle of this forward, for the first time: call "
+                    "`requires_grad_()` before the forward of the whole model"
+                )
 
     def look(self) -> bool:
         """Before a root forward: see what the user has done to the parameters; whether a frozen one trains from now on.
