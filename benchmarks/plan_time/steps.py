@@ -145,8 +145,8 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
         card = "h200" if "H200" in data["card"] else "h100"
         for row in data["rows"] if card in machines else ():
             way = row["way"]
-            if way.removesuffix("-captured") in KNOWN:
-                more_bytes = 0 if "bound" in way else BEFORE[path.stem]["peer" in way]
+            if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
+                more_bytes = 0 if "bound" in way else BEFORE.get(path.stem, (0, 0))["peer" in way]
                 ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes)
                 name = path.stem if gpus[1] != "1" else f"{path.stem}, {size[1]}, one GPU"
                 yield Step(name, card, tokens, way, row["ms"], ms, more_bytes)
