@@ -15,6 +15,7 @@ from cutting import cut_tensor
 from harness import run_ranks
 from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_tensor import Shard, register
+from lamina.errors import ShardOpError
 
 register()
 SHAPES = [(7, 5), (3, 2, 4), (11,), (1,), (), (2, 0, 3)]
@@ -271,3 +272,39 @@ def in_a_part_of_the_world() -> str | None:
 def test_subgroup():
     results = run_ranks(4, in_a_part_of_the_world)
     assert results[0] is None and "rank 1 of 2" in results[3]
+
+
+def every_list_operation() -> tuple[list[str], dict[str, int]]:
+    """Those of this torch, called in every way that plain tensors take: what is wrong, and how many ways are right."""
+    wrong: list[str] = []
+    right: dict[str, int] = {}
+    for name in [name for name in dir(torch) if name.startswith("_foreach_")]:
+        for shape in ((7, 5), (3, 3), (1,)):
+            x, y, z = (sample(shape, seed=seed).abs() % 0.9 + 0.05 for seed in range(3))
+            for way in ((), (0.5,), ([0.5, 0.25],), (y,), (y, 0.5), (y, z), (y, z, 0.5)):
+                plain = [[each.clone(), each / 2] if isinstance(each, Tensor) else each for each in (x, *way)]
+                cut = [
+                    list(map(cut_tensor, arg)) if isinstance(arg, list) and isinstance(arg[0], Tensor) else arg
+                    for arg in plain
+                ]
+                try:
+                    expected = getattr(torch, name)(*plain)
+                except (TypeError, RuntimeError):
+                    continue
+                try:
+                    found = getattr(torch, name)(*cut)
+                except ShardOpError:
+                    right.setdefault(name, 0)
+                    continue
+                pairs = zip(found, expected, strict=True) if expected else zip(cut[0], plain[0], strict=True)
+                for got, want in pairs:
+                    check(f"{name}{way}", got, want, wrong, ULPS)
+                right[name] = right.get(name, 0) + 1
+    return wrong, right
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_list_operation_of_torch_is_right_or_refused(world: int) -> None:
+    for wrong, right in run_ranks(world, every_list_operation):
+        assert not wrong, wrong
+        assert len(right) > 60 and [name for name, count in right.items() if not count] == ["_foreach_mm"], right

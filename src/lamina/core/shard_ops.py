@@ -65,7 +65,7 @@ def resolve(func: Any) -> Handler:
         return found
     if name.startswith("_fused_") and name.endswith("_"):
         return shard_lists.fused
-    if name.startswith("_foreach_") and name != "_foreach_mm":
+    if name.startswith("_foreach_") and _is_elementwise(name.removeprefix("_foreach_")):
         return shard_lists.foreach_in_place if name.endswith("_") else shard_lists.foreach
     if name not in NOT_ELEMENTWISE and (torch.Tag.pointwise in func.tags or name in ELEMENTWISE):
         written = [at for at, arg in enumerate(func._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
@@ -76,6 +76,15 @@ def resolve(func: Any) -> Handler:
         if len(written) == 1:
             return into_out
     return refuse
+
+
+def _is_elementwise(name: str) -> bool:
+    """Of what a list operation does to each entry; what torch adds, such as a reduction, is refused until handled."""
+    overloads = getattr(torch.ops.aten, name, None)
+    tagged = overloads is not None and any(
+        torch.Tag.pointwise in getattr(overloads, each).tags for each in overloads.overloads()
+    )
+    return tagged or name in ELEMENTWISE or name in ("copy_", "clone", "maximum_", "minimum_")
 
 
 # -- errors

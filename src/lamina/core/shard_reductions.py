@@ -263,8 +263,10 @@ def _as_dtypes(values: Tensor, dtypes: Sequence[torch.dtype]) -> Sequence[Tensor
     return [value.to(_real(dtype)) for value, dtype in zip(values.unbind(), dtypes, strict=True)]
 
 
-@handles("_foreach_max.default")
+@handles("_foreach_max")
 def foreach_max(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    if "out" in kwargs:
+        refuse(func, args, kwargs, "`out=` lists of sharded tensors are not supported")
     return [entry.max() for entry in args[0]]
 
 
