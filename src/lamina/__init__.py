@@ -35,10 +35,10 @@ from lamina.runtime.adopting import adopt
 from lamina.runtime.api import shard
 from lamina.runtime.checks import check
 from lamina.runtime.deferred import deferred
+from lamina.runtime.parts import split_parameter
 from lamina.runtime.precision import Precision
 from lamina.runtime.report import report
 from lamina.runtime.scopes import accumulate, debug, even, keep, token_mean, total
-from lamina.runtime.unit import split_parameter
 from lamina.trace.session import trace
 
 __version__ = "0.1.0.dev0"

@@ -16,7 +16,7 @@ from harness import expect_error, run_ranks
 from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_tensor import Shard
 from lamina.optim import clip_grad_norm_
-from lamina.runtime.unit import split_parameter
+from lamina.runtime.parts import split_parameter
 from optim.training import backward, difference, pair
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, 0.0, 0.5, -1.0, -math.inf)

@@ -24,7 +24,8 @@ from lamina.core.mesh import DataMesh
 from lamina.core.strategy import Factors
 from lamina.errors import StateError, UsageError
 from lamina.runtime.assemble import Runtime
-from lamina.runtime.unit import PARTS, Unit
+from lamina.runtime.parts import PARTS
+from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import local_of
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -153,8 +154,8 @@ class Lanes:
             self.reduce: Lane = StreamLane(device, torch.cuda.Stream(device, priority=-1))
         else:
             lane = self.compute = self.gather = self.reduce = Lane(device)
-            # A step comes to them a dozen times for each unit. These do nothing either, and do it in C.
-            lane.mark, lane.wait = {}.clear, set().discard  # type: ignore[method-assign, assignment]
+            # A step comes to them a dozen times for each unit. These do the same, and do it in C.
+            lane.mark, lane.wait, lane.run = {}.clear, set().discard, operator.call  # type: ignore[method-assign, assignment]
 
     def are_busy(self) -> bool:
         """Whether communication is queued that has not ended."""

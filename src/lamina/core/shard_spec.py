@@ -7,8 +7,8 @@ flat element range per rank of one group.
 Note [spec identity]
 1. `geometry` is one tuple object, shared by a spec and everything made from it: comparing two related specs is an
    identity test, also inside a list comparison.
-2. `dirty` and `receive` travel with aliases of the parameter only. Results, clones, gradients and optimizer states
-   carry `spec.derived`, so that writing to them never marks the parameter as changed.
+2. `dirty`, `receive` and `notes` travel with aliases of the parameter only. Results, clones, gradients and optimizer
+   states carry `spec.derived`, so that writing to them never marks the parameter as changed.
 3. The groups stay out of `geometry`: a spec that was loaded from a file has none and still matches.
 """
 
@@ -48,6 +48,16 @@ class DirtyFlag:
 
     def __repr__(self) -> str:
         return f"DirtyFlag({self.value})"
+
+
+class Notes:
+    """What users do to some parameters that no operation tells of."""
+
+    __slots__ = ("are_hooked", "freezes")
+
+    def __init__(self) -> None:
+        self.are_hooked = False  # whether a hook was ever hung on any
+        self.freezes = 0  # how often any was frozen or thawed
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,7 @@ class ShardSpec:
     dirty: DirtyFlag | None = None
     share: Share | None = None  # in means over the data ranks
     receive: Callable[[torch.Tensor], None] | None = None  # takes gradients that autograd brings the parameter itself
+    notes: Notes | None = None
     geometry: Geometry | None = field(default=None, repr=False, kw_only=True)  # None: made from the fields above
     start: int = field(init=False, repr=False)
     stop: int = field(init=False, repr=False)
@@ -122,7 +133,7 @@ class ShardSpec:
             return self
         made: ShardSpec | None = self.__dict__.get("_derived")
         if made is None:
-            made = replace(self, dirty=None, receive=None, geometry=self.geometry)
+            made = replace(self, dirty=None, receive=None, notes=None, geometry=self.geometry)
             object.__setattr__(self, "_derived", made)
         return made
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from lamina.core.shard_spec import Notes
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
 OWN_ATTRIBUTES = frozenset({"_local", "spec", "geometry", "_is_param", "_reach", "_mixed"})  # the others are the user's
@@ -155,6 +157,10 @@ class Shard(Tensor):
             f"`{what}` has no meaning on the sharded {self.spec.describe()}: its memory is spread over ranks. Use "
             "`p.full()` (collective) for the whole tensor or `p.local` for this rank's elements."
         )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Shard:  # type: ignore[override]
+        self.requires_grad = requires_grad
+        return self
 
     def share_memory_(self) -> NoReturn:  # type: ignore[override]
         self._refuse("share_memory_()")
@@ -319,6 +325,36 @@ def _let_operators_raise() -> None:
 
 
 _let_operators_raise()
+
+
+def _tell_notes() -> None:
+    """Let the owner of a parameter know of hooks on it, and when it is frozen, so that no step has to look for them.
+
+    Whatever hangs the first hook on a tensor gives it a dict for them.
+    """
+
+    def telling(name: str, tell: Callable[[Notes], None]) -> property:
+        inherited = vars(torch._C.TensorBase)[name]
+
+        def write(self: Shard, value: Any) -> None:
+            inherited.__set__(self, value)
+            if self.spec.notes is not None:
+                tell(self.spec.notes)
+
+        return property(inherited.__get__, write)
+
+    def note_hooks(notes: Notes) -> None:
+        notes.are_hooked = True
+
+    def note_freeze(notes: Notes) -> None:
+        notes.freezes += 1
+
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(Shard, name, telling(name, note_hooks))
+    Shard.requires_grad = telling("requires_grad", note_freeze)  # type: ignore[assignment, method-assign]
+
+
+_tell_notes()
 
 
 def rebuild_shard(

@@ -31,8 +31,9 @@ from lamina.core.shard_tensor import Shard
 from lamina.core.slots import DebugMode
 from lamina.errors import StateError, UsageError
 from lamina.optim.places import Place, find_places, local_of
+from lamina.runtime.parts import PARTS
 from lamina.runtime.summing import HOST_PIECE_NUMEL
-from lamina.runtime.unit import PARTS, Unit
+from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import UnitGradients
 
 Groups = tuple[dist.ProcessGroup, ...]

@@ -28,10 +28,11 @@ from lamina.runtime.engine import Engine
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.hooks import ModuleHooks
 from lamina.runtime.materialise import InitRecord, materialise
+from lamina.runtime.parts import PARTS
 from lamina.runtime.precision import Precision, spec_of
 from lamina.runtime.publishing import PeerGatherer, SymmetricGatherer
 from lamina.runtime.reducing import Reducer
-from lamina.runtime.unit import PARTS, Unit
+from lamina.runtime.unit import Unit
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, refresh_flat_weights, release_computed_weights
 from lamina.transport.c10d import C10d, Transport

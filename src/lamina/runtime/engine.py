@@ -254,20 +254,20 @@ class Engine:
 
     def _pump(self, phase: Phase) -> None:
         """Issue what stands next in the program, as long as it needs nothing that is still to come."""
-        steps, cursor = phase.steps, phase.cursor
-        while cursor < len(steps):
-            op, index = steps[cursor].op, steps[cursor].unit
+        steps, units = phase.steps, self.units
+        while (cursor := phase.cursor) < len(steps):
+            step = steps[cursor]
+            op, unit = step.op, units[step.unit]
             if op is _FORWARD:
                 return
             if op is _GATHER:
-                if self.residency.would_wait(self.units[index].slot):
+                if self.residency.would_wait(unit.slot):
                     return
-            elif (op is _BACKWARD or index not in phase.ready) and self.units[index].was_entered:
+            elif unit.was_entered and (op is _BACKWARD or step.unit not in phase.ready):
                 return  # its gradients may come yet; those of a unit that this rank left out do not
             phase.cursor = cursor + 1
             if op is not _BACKWARD:
-                self._execute(phase, steps[cursor])
-            cursor = phase.cursor
+                self._execute(phase, step)
 
     def _issue(self, phase: Phase, stop: int) -> None:
         """Issue everything before index `stop`, with zeros for reductions that this rank has nothing for."""
@@ -375,12 +375,12 @@ class Engine:
             self.end_backward(phase)
 
     def end_backward(self, phase: Phase) -> None:
-        for unit in self.units:
-            if unit.trainable and not unit.kept and unit.index not in phase.ready and self.gradients.any_of(unit):
-                # they came after its last use had ended, or wait for a use that does not come
-                if phase.recorded is not None and phase.find(Op.REDUCE, unit.index) is None:
-                    self._leave_program(phase)
-                self._finish_unit(phase, unit)
+        late = [unit for unit in self.units if unit.trainable and not unit.kept and unit.index not in phase.ready]
+        for unit in self.gradients.having(late):
+            # they came after its last use had ended, or wait for a use that does not come
+            if phase.recorded is not None and phase.find(Op.REDUCE, unit.index) is None:
+                self._leave_program(phase)
+            self._finish_unit(phase, unit)
         self._close(phase)
         if self.gradients.last_micro_batch:  # sums of earlier micro-batches whose unit the last one did not use
             for index in sorted(self.reducer.partials.keys() - phase.reduced):

@@ -16,6 +16,7 @@ from weakref import WeakSet
 from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS, EXPLANATIONS, others_run_backward
 from lamina.errors import StateError
 from lamina.runtime.phase import Kind
+from lamina.runtime.suspects import described
 
 if TYPE_CHECKING:
     from lamina.runtime.engine import Engine
@@ -53,18 +54,17 @@ def close_stale() -> None:
 
 def explain_given_back(error: BaseException) -> StateError | None:
     """The error in our words if a backward has come to weights that are not there."""
-    version = re.search(r"modified by an inplace operation.* is at version (\d+);", str(error), re.DOTALL)
-    for engine in ENGINES if version else ():
+    said = re.search(r"modified by an inplace operation: (.*) is at version (\d+);", str(error), re.DOTALL)
+    for engine in ENGINES if said else ():
         for unit in engine.units:
-            for slot in unit.slots:
-                if (number := int(version[1])) in slot.given_back:  # type: ignore[index]
-                    return StateError(_given_back(unit.layout.params[slot.given_back.index(number)].name, unit.name))
+            if any(slot.given_back == int(said[2]) for slot in unit.slots):  # type: ignore[index]
+                return StateError(_given_back(described(unit, said[1]), unit.name))  # type: ignore[index]
     return None
 
 
-def _given_back(parameter: str, unit: str) -> str:
+def _given_back(parameters: str, unit: str) -> str:
     return (
-        f"a backward needs `{parameter}`, which is not gathered: it came into `{unit}` past the outputs of its "
+        f"a backward needs {parameters}, which is not gathered: it came into `{unit}` past the outputs of its "
         f"forward, through a tensor that was left in a list or another object, or is made a second time after its "
         f"weights were changed. Return that tensor from the forward of `{unit}`, keep it as an attribute of a module "
         "in it, or type `with lamina.keep(model):` around the forward and the backward"

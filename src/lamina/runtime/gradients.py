@@ -13,7 +13,7 @@ Note [Given up]
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import or_
 
@@ -110,6 +110,14 @@ class Gradients:
 
     def any_of(self, unit: Unit) -> bool:
         return any_there(self.of(unit))
+
+    def having(self, units: Sequence[Unit]) -> Iterator[Unit]:
+        """Those of which this rank has any gradient when their turn comes."""
+        held = [slot.fulls for unit in units for slot in unit.slots]
+        held += [unit.params for unit in units if unit.slot is None]
+        arrived = any(unit.gradients.arrived and not unit.communicates for unit in units)
+        if arrived or any_there(gradients_of(chain.from_iterable(held))):
+            yield from filter(self.any_of, units)
 
     def all_of(self, unit: Unit) -> bool:
         """Autograd gives a leaf its gradient once a graph task: when all are there, no use is still to come."""

@@ -24,22 +24,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lamina.core.lanes import Lanes
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_optim import COPIED, SHARES
-from lamina.core.shard_spec import DirtyFlag, GlobalSpec, ShardSpec
+from lamina.core.shard_spec import DirtyFlag, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
-from lamina.errors import ParameterChanged, StateError, UsageError
+from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.outside import listen
+from lamina.runtime.parts import further_axes
+from lamina.runtime.suspects import written_to
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
-from lamina.runtime.windows import Entry, Window, refresh_flat_weights
+from lamina.runtime.windows import Entry, Shown, Window, refresh_flat_weights
 
 _is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("_local")
 _address_of = Tensor.data_ptr
@@ -74,8 +74,8 @@ class Unit:
         self.wanted = list(self.expected)  # which gradients a use should leave
         self.slot: Slot | None = None  # home; None for a plain unit
         self.requires = self.expected  # requires_grad of the user's parameters when the root forward began
-        self._followed: dict[Slot, list[bool]] = {}  # the same of a slot's full parameters
-        self._shown: dict[Slot, list[nn.Parameter]] = {}  # what a use of the slot shows
+        self._followed: dict[Slot, tuple[int, list[bool]]] = {}  # the same of a slot's, and `freezes` when they got it
+        self._shown: dict[Slot, Shown] = {}  # what a use of the slot shows
         self.overflow: list[Slot] = []
         self.windows = 0  # open uses whose modules see full parameters
         self.was_entered = False  # by a forward, since its last reduction
@@ -87,6 +87,7 @@ class Unit:
         self.gathers = self.reduces = self.overflows = 0
         self.recurrent: list[nn.RNNBase] = []  # modules that hold a list of their weights beside the dict
         self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
+        self.gradients.notes.are_hooked = not self.communicates  # nobody tells
         self.masters: list[Tensor] = []
         self.published: list[Tensor] = []
         self.halved: dict[int, HalvedMaster] = {}  # by segment, in whose place `masters` holds a husk; see halved.py
@@ -168,14 +169,15 @@ class Unit:
             return
         group = self.mesh.shard_group
         ranges = tuple(pieces[factors.range_index(rank)] for rank in range(factors.optimizer))
-        outer, larger = _further_axes(param)
+        outer, larger = further_axes(param)
         made = ShardSpec(spec.name, torch.Size(spec.shape), ranges, group.place, group.pg, outer, larger)
         convert_(param, local, self._owned(position, made))
 
     def _owned(self, position: int, spec: ShardSpec) -> ShardSpec:
         """The spec of a parameter, not of just any tensor that is cut so."""
         receive = functools.partial(_receive, weakref.ref(self), position)
-        return replace(spec, dirty=self.dirty, share=self.mesh.share, receive=receive, geometry=spec.geometry)
+        notes, share = self.gradients.notes_of(position), self.mesh.share
+        return replace(spec, dirty=self.dirty, share=share, receive=receive, notes=notes, geometry=spec.geometry)
 
     # ---- a model that was changed around it ---------------------------------------------------------------------
 
@@ -213,7 +215,7 @@ class Unit:
         shown = self._shown.get(slot)
         if shown is None:
             shown = self._shown[slot] = self.window.values(slot.fulls)
-            self._followed[slot] = []  # nothing yet: what was frozen when it was sharded may train by now
+            self._followed[slot] = -1, []  # nothing yet: what was frozen when it was sharded may train by now
             for param, full in zip(self.params, slot.fulls, strict=True):
                 full.__dict__.update((name, vars(param)[name]) for name in vars(param).keys() - OWN_ATTRIBUTES)
         if self.windows == 0:
@@ -225,14 +227,13 @@ class Unit:
 
     def refuse_writes(self, slot: Slot, when: str) -> None:
         """What is written into a full parameter is lost when its slot is given back."""
-        if (found := slot.count_writes()) == slot.versions:
+        if (found := slot.count_writes()) == slot.version:
             return
-        changed = [old != new for old, new in zip(slot.versions, found, strict=True)]
-        slot.versions = found
+        slot.version = found
         raise StateError(
-            f"`{self.layout.params[changed.index(True)].name}` was changed in place {when}, on its gathered copy, so "
-            "that the change would be lost: use a buffer, or change the parameter between steps (`with "
-            "torch.no_grad(): p.clamp_(...)`; Embedding without max_norm=)"
+            f"{written_to(self, slot)} was changed in place {when}, on its gathered copy, so that the change would be "
+            "lost: use a buffer, or change the parameter between steps (`with torch.no_grad(): p.clamp_(...)`; "
+            "Embedding without max_norm=)"
         )
 
     def shut_window(self) -> None:
@@ -253,17 +254,22 @@ class Unit:
         At every use: a forward may freeze a part of the model around one call of it. In backwards, too: there autograd
         asks a leaf whether it takes its gradient, and a later forward may have found it frozen.
         """
+        freezes = self.gradients.notes.freezes
+        seen, before = self._followed[slot]
+        if seen == freezes and self.communicates:
+            return
         with AS_PLAIN():
             now = list(map(_is_trainable, self.params))
-        if now == self._followed[slot]:
-            return
-        if forward:
+        if forward and now != before:
             self.refuse_late_thaw()
+        self._followed[slot] = freezes, now
+        if now == before:
+            return
         for full, is_trainable, has_place in zip(slot.fulls, now, self.expected, strict=True):
             # torch.vmap refuses to be asked for what is so already; to what has no place no graph leads
             if full.requires_grad != is_trainable and has_place:
                 full.requires_grad_(is_trainable)
-        self._followed[slot] = self.wanted = now
+        self.wanted = now
 
     def open_plain(self, forward: bool) -> None:
         """A use begins for which nothing is gathered."""
@@ -297,6 +303,7 @@ class Unit:
         if requires == self.requires:
             return False
         self.requires = requires
+        self.gradients.notes.freezes += 1  # also where nobody has told of it
         listen(self)
         if self.plain:
             self.wanted = list(requires)
@@ -405,45 +412,3 @@ def give_memory(param: nn.Parameter, value: Tensor) -> None:
         torch._C._swap_tensor_impl(param, made)
     if grad is not None:
         param.grad = grad.to(param.device, param.dtype)
-
-
-def _further_axes(param: nn.Parameter) -> tuple[tuple, GlobalSpec | None]:
-    """Groups and global shape of a parameter that is itself a part of something larger (tensor parallelism)."""
-    part = PARTS.get(param)
-    return ((part[0],), part[1]) if part is not None else ((), None)
-
-
-PARTS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (group, GlobalSpec)
-
-
-def split_parameter(param: nn.Parameter, dim: int, group: ProcessGroup) -> nn.Parameter:
-    """Say, before `shard()`, that a parameter is one rank's part of a larger one (tensor parallelism).
-
-    Norms, reductions and checkpoints then count the larger tensor once.
-
-    Args:
-        param: this rank's part, of equal shape on all ranks of `group`.
-        dim: tensor dim along which the larger tensor is split.
-        group: the ranks that hold the parts, in order.
-
-    Raises:
-        StateError: the parameter is sharded already.
-        UsageError: no parameter, no dim of it, or no group that this rank is in.
-    """
-    if isinstance(param, Shard):
-        raise StateError(f"lamina.split_parameter() of `{param.name}` after lamina.shard(): say it before")
-    if not isinstance(param, nn.Parameter):
-        raise UsageError(f"lamina.split_parameter() takes an nn.Parameter, not a {type(param).__name__}")
-    if type(dim) is not int or not -param.ndim <= dim < param.ndim:
-        raise UsageError(f"lamina.split_parameter(dim={dim!r}): not a dim of shape {tuple(param.shape)}")
-    if not isinstance(group, ProcessGroup):
-        raise UsageError(
-            f"lamina.split_parameter(group={group!r}): wanted a process group that this rank is in; type for example "
-            'mesh["tensor"].get_group()'
-        )
-    shape = list(param.shape)
-    dim = dim % len(shape)
-    start = shape[dim] * group.rank()
-    shape[dim] *= group.size()
-    PARTS[param] = (group, GlobalSpec(torch.Size(shape), dim, start))
-    return param

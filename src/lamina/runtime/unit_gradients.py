@@ -12,9 +12,7 @@ Note [Squares]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from itertools import zip_longest
 from operator import attrgetter, or_
 from typing import Any
 
@@ -22,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lamina.core.layout import UnitLayout
-from lamina.core.parameter_loops import any_there, are_same, bind_gradients, gradients_of
+from lamina.core.parameter_loops import any_there, are_same, bind_gradients, gradients_of, held_elsewhere
 from lamina.core.shard_ops import slice_of
-from lamina.core.shard_spec import ShardSpec
+from lamina.core.shard_spec import Notes, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
 from lamina.core.slots import DebugMode
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
@@ -63,6 +61,7 @@ class UnitGradients:
         self.has_squares = False  # of what the ranges hold now, unless `reach` is open
         self.fresh = False  # plain: p.grad holds this backward's gradients only
         self.hidden: list[tuple[dict[int, Any], dict[int, Any]]] = []  # the user's hooks, and where they belong
+        self.notes = Notes()  # of parameters that are Shards
 
     def make(self) -> None:
         """Allocate the gradient ranges, once."""
@@ -103,7 +102,7 @@ class UnitGradients:
             return
         if any(grad is not None and type(grad) is not PendingGradient for grad in gradients_of(self.params)):
             return
-        held = self._held_elsewhere() or ()
+        held = held_elsewhere(self.views, self._locals) or ()
         for position, is_held in enumerate(held):
             if is_held:
                 self._leave_to_the_user(position)
@@ -140,7 +139,7 @@ class UnitGradients:
         self.make()
         self.replace_moved_views()
         self.earlier, self.has_squares = {}, False
-        held, grads = self._held_elsewhere(), gradients_of(self.params)
+        held, grads = held_elsewhere(self.views, self._locals), gradients_of(self.params)
         if held is None and not any_there(grads):
             self.valid, self.had = [False] * len(grads), [False] * len(grads)
         else:
@@ -209,7 +208,7 @@ class UnitGradients:
         """p.grad where there is none, without a reduction."""
         self.make()
         self.replace_moved_views()
-        held = self._held_elsewhere()
+        held = held_elsewhere(self.views, self._locals)
         if held is not None and held[position]:
             self._leave_to_the_user(position)
         view, self.has_squares = self.views[position], False
@@ -280,8 +279,17 @@ class UnitGradients:
         self.wants_squares = not self.reach.is_open
         return self.squares if self.has_squares and self.wants_squares else None
 
+    def notes_of(self, position: int) -> Notes:
+        """For the spec of a parameter; hooks that it has already are noted."""
+        param = self.params[position]
+        if param._backward_hooks is not None or param._post_accumulate_grad_hooks is not None:
+            self.notes.are_hooked = True
+        return self.notes
+
     def hide_hooks(self) -> None:
         """During a backward autograd would call the user's hooks itself, with a part of the gradient."""
+        if not self.notes.are_hooked:
+            return
         with AS_PLAIN():
             registries = [*map(_hooks_of, self.params), *map(_late_hooks_of, self.params)]
         for registry in registries if any(registries) else ():
@@ -293,14 +301,6 @@ class UnitGradients:
         for registry, hooks in self.hidden:
             registry.update(hooks | registry)
         self.hidden = []
-
-    def _held_elsewhere(self) -> list[bool] | None:
-        """Which gradients anybody else refers to, as the object or as its `.local`; None: none of them."""
-        views = list(map(sys.getrefcount, self.views))
-        locals_ = list(map(sys.getrefcount, self._locals))
-        if views.count(_ALONE) == len(views) and locals_.count(_ALONE_LOCAL) == len(locals_):
-            return None
-        return [v > _ALONE or p > _ALONE_LOCAL for v, p in zip_longest(views, locals_, fillvalue=0)]
 
     def _leave_to_the_user(self, position: int) -> None:
         """A gradient that is still referenced elsewhere keeps its values: the user's object gets memory of its own."""
@@ -321,15 +321,19 @@ class UnitGradients:
         A gradient that was there before stays.
         """
         self._show(list(map(or_, used, self.had)))
-        with AS_PLAIN():
-            hooked = any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params))
-        if not (hooked or self.earlier or self.arrived or self.held):
+        if not (self._are_hooked() or self.earlier or self.arrived or self.held):
             return
         for position, is_used in enumerate(used):
             if is_used:
                 self._call_hooks(position, self.params[position], self.views[position])
             elif position in self.earlier:
                 local_of(self.views[position]).add_(self.earlier.pop(position))
+
+    def _are_hooked(self) -> bool:
+        if not self.notes.are_hooked:
+            return False
+        with AS_PLAIN():
+            return any(map(_hooks_of, self.params)) or any(map(_late_hooks_of, self.params))
 
     def show_existing(self) -> None:
         """No reduction came: a plain parameter shows the gradient that was set aside."""
@@ -421,14 +425,6 @@ class UnitGradients:
         return local_of(grad)
 
 
-def _references_when_alone() -> tuple[int, int]:
-    """What `sys.getrefcount`, mapped over a list, says of a view and of its local tensor that nobody else holds."""
-    shard = Shard(torch.zeros(1), ShardSpec("alone", torch.Size([1]), ((0, 1),), 0, None))
-    views, locals_ = [shard], [shard.local]
-    del shard
-    return next(map(sys.getrefcount, views)), next(map(sys.getrefcount, locals_))
-
-
 def local_of(tensor: Tensor) -> Tensor:
     return tensor.local if isinstance(tensor, Shard) else tensor
 
@@ -438,6 +434,3 @@ def gradient_dtype(master: torch.dtype) -> torch.dtype:
     if not master.is_floating_point and not master.is_complex:
         return master
     return torch.float32 if master.itemsize == 1 else torch.promote_types(master, torch.float32)  # no float8 promotes
-
-
-_ALONE, _ALONE_LOCAL = _references_when_alone()

@@ -6,10 +6,9 @@ a twentieth.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_, setitem
+from operator import is_
 
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
@@ -19,6 +18,7 @@ from lamina.core.slots import FullParameter
 from lamina.errors import ParameterChanged
 
 _SHOWN = {FullParameter}
+Shown = list[dict[str, nn.Parameter]]  # by module
 
 
 @dataclass
@@ -39,17 +39,23 @@ class Window:
         self.entries = list(entries)
         self._dicts = [entry.parameters for entry in entries]
         self._names = [entry.attribute for entry in entries]
-        self._persistent = self.values(params)  # what is there while it is shut
+        self._modules = list({id(each): each for each in self._dicts}.values())  # their dicts, each once
+        self._persistent = [params[entry.position] for entry in entries]  # what is there while it is shut
+        self._shut = self.values(params)
 
-    def values(self, values: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def values(self, values: Sequence[nn.Parameter]) -> Shown:
         """What `show` takes, from values in layout order."""
-        return [values[entry.position] for entry in self.entries]
+        shown: dict[int, dict[str, nn.Parameter]] = {id(each): {} for each in self._modules}
+        for entry in self.entries:
+            shown[id(entry.parameters)][entry.attribute] = values[entry.position]
+        return list(shown.values())
 
-    def show(self, values: Sequence[nn.Parameter]) -> None:
-        deque(map(setitem, self._dicts, self._names, values), maxlen=0)
+    def show(self, values: Shown) -> None:
+        """`any` of what returns None goes through all of it."""
+        any(map(dict.update, self._modules, values))
 
     def shut(self) -> None:
-        self.show(self._persistent)
+        any(map(dict.update, self._modules, self._shut))
 
     def check_shown(self) -> None:
         """The modules still hold what `show` gave them: another parameter would be lost when the window shuts."""
