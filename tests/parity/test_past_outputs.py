@@ -6,6 +6,8 @@ does not find, weights are never read that are not there.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lamina
 from harness import run_ranks
@@ -30,22 +33,59 @@ WAYS: tuple[dict[str, Any], ...] = (
 left: list[Tensor] = []
 
 
+@dataclasses.dataclass
+class Kept:
+    feature: Tensor
+
+
+class Bag:
+    def __init__(self, feature: Tensor) -> None:
+        self.items = [feature]
+
+
+class Down(nn.Linear):
+    """Appends to a list that it is given."""
+
+    def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
+        if found is not None:
+            found.append(x * self.weight.sum())
+        return super().forward(x)
+
+
 class Block(nn.Module):
     def __init__(self, keep: str) -> None:
         super().__init__()
-        self.up, self.down, self.keep = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM), keep
+        self.up, self.down, self.keep = nn.Linear(DIM, 2 * DIM), Down(2 * DIM, DIM), keep
         self.head = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
-        self.kept: Any = None
+        self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) if keep == "reentrant" else None
+        self.kept: Any = 0.0 if keep == "zero" else None
+        self.register_buffer("beside", torch.zeros(()))
+        self.above: tuple[Any, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x).tanh()
-        y = x + self.down(h)
+        if self.keep == "reentrant":
+            return checkpoint(self.inner, x, use_reentrant=True).detach() + self.up(x).mean()
+        h = (checkpoint(self.up, x, use_reentrant=False) if self.keep == "recomputed" else self.up(x)).tanh()
+        found: list[Tensor] = []
+        y = x + (self.down(h, found) if self.keep == "argument" else self.down(h))
         if self.keep == "attribute":
             self.kept = h
         elif self.keep == "container":
             self.kept = {"features": [h]}
         elif self.keep == "head":
             self.kept = self.head(y.detach())
+        elif self.keep == "dataclass":
+            self.kept = Kept(h)
+        elif self.keep == "object":
+            self.kept = Bag(h)
+        elif self.keep == "buffer":
+            self.beside = h.square().mean()
+        elif self.keep == "above":
+            self.above[0].found.append(h)
+        elif self.keep == "argument":
+            self.above[0].found += found
+        elif self.keep == "recomputed":
+            left.append(self.down(h))
         elif self.keep == "elsewhere":
             left.append(h)
         return y
@@ -53,12 +93,24 @@ class Block(nn.Module):
 
 def net(keep: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(keep) for _ in range(BLOCKS)), nn.Linear(DIM, DIM)).double()
+    model = nn.Sequential(*(Block(keep) for _ in range(BLOCKS)), nn.Linear(DIM, DIM)).double()
+    model.found = []
+    for block in list(model)[:BLOCKS]:
+        block.above = (model,)
+    return model
 
 
 def features(model: nn.Module) -> list[Tensor]:
-    kept = [block.kept for block in model if isinstance(block, Block)]
-    return [each["features"][0] if isinstance(each, dict) else each for each in kept]
+    blocks = [block for block in model if isinstance(block, Block)]
+    if blocks[0].keep in ("above", "argument"):
+        return model.found[-BLOCKS:]
+    return [block.beside if block.keep == "buffer" else _in(block.kept) for block in blocks]
+
+
+def _in(kept: Any) -> Any:
+    if isinstance(kept, Kept):
+        return kept.feature
+    return kept.items[0] if isinstance(kept, Bag) else kept["features"][0] if isinstance(kept, dict) else kept
 
 
 def hear(model: nn.Module) -> list[Tensor]:
@@ -126,6 +178,62 @@ def of_frozen_features(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
     return of_hooks(model, x, step)
 
 
+def of_layer(
+    model: nn.Module, keep: Callable[[nn.Module, Callable[[Tensor], None]], Any]
+) -> Callable[[Tensor], Tensor]:
+    """A loss of what hooks on a layer of the second block keep of one forward."""
+
+    def loss(x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        handles = keep(model[1].down, kept.append)
+        model(x)
+        for handle in handles if isinstance(handles, tuple) else (handles,):
+            handle.remove()
+        return kept[0].square().mean()
+
+    return loss
+
+
+def of_what_a_hook_is_given(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    return [of_layer(model, lambda m, keep: m.register_forward_hook(lambda _, args, out: keep(args[0])))(x)]
+
+
+def of_what_comes_in(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    return [of_layer(model, lambda m, keep: m.register_forward_pre_hook(lambda _, args: keep(args[0])))(x)]
+
+
+def of_what_another_hook_changes(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    def hang(layer: nn.Module, keep: Callable[[Tensor], None]) -> Any:
+        first = layer.register_forward_hook(lambda _, args, out: keep(out))
+        return first, layer.register_forward_hook(lambda _, args, out: 2 * out.detach())
+
+    return [of_layer(model, hang)(x)]
+
+
+def of_output_of_layer(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    return [of_layer(model, lambda m, keep: m.register_forward_hook(lambda _, args, out: keep(out)))(x)]
+
+
+def of_checkpoint(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    """The hook sees a tensor that gets its node afterwards, and the output is cut off."""
+    kept: list[Tensor] = []
+    handle = model[1].inner.register_forward_hook(lambda _, args, out: kept.append(out))
+    model(x)
+    handle.remove()
+    return [kept[0].square().mean()]
+
+
+def of_hook_on_all(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    def hang(layer: nn.Module, keep: Callable[[Tensor], None]) -> Any:
+        def look(module: nn.Module, args: Any, out: Tensor) -> None:
+            if module is layer:
+                keep(out)
+
+        return nn.modules.module.register_module_forward_hook(look)
+
+    return [of_layer(model, hang)(x)]
+
+
 SEEN: dict[str, tuple[str, Callable[[nn.Module, Tensor, int], list[Tensor]]]] = {
     "attribute": ("attribute", of_attribute),
     "attribute of the first": ("attribute", of_first_attribute),
@@ -137,7 +245,22 @@ SEEN: dict[str, tuple[str, Callable[[nn.Module, Tensor, int], list[Tensor]]]] = 
     "hooks": ("", of_hooks),
     "more hooks": ("", of_late_hooks),
     "frozen features": ("", of_frozen_features),
+    "dataclass": ("dataclass", of_first_attribute),
+    "object": ("object", of_first_attribute),
+    "buffer": ("buffer", of_first_attribute),
+    "0 at first": ("zero", of_late_attribute),
+    "list of the model": ("above", of_attribute),
+    "list that is given": ("argument", of_attribute),
+    "given to a layer": ("", of_what_a_hook_is_given),
+    "before a layer": ("", of_what_comes_in),
+    "changed by another hook": ("", of_what_another_hook_changes),
+    "reentrant": ("reentrant", of_checkpoint),
+    "hook on all": ("", of_hook_on_all),
+    "unit in a unit": ("", of_output_of_layer),
 }
+
+
+NESTED = ("unit in a unit", "list that is given")  # layers of a block are units, too
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -154,9 +277,11 @@ def deviations(cases: list[str]) -> dict[str, float]:
     found, rank, world = {}, dist.get_rank(), dist.get_world_size()
     for name in cases:
         keep, make = SEEN[name]
-        for way in WAYS:
+        number = list(SEEN).index(name)
+        for way in WAYS if number < 10 else (WAYS[number % 4], WAYS[(number + 1) % 4]):
             plain = net(keep)
-            model = lamina.shard(net(keep), units=[*map(str, range(BLOCKS + 1))], **way)
+            inner = [f"{number}.down" for number in range(BLOCKS)] if name in NESTED else []
+            model = lamina.shard(net(keep), units=[*map(str, range(BLOCKS + 1)), *inner], **way)
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
             worst = 0.0
             for step in range(5):
@@ -172,7 +297,7 @@ def deviations(cases: list[str]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("cases", [list(SEEN)[:5], list(SEEN)[5:]])
+@pytest.mark.parametrize("cases", [list(SEEN)[:5], list(SEEN)[5:10], list(SEEN)[10:16], list(SEEN)[16:]])
 def test_gradients_are_those_of_one_process(cases: list[str]) -> None:
     for found in run_ranks(2, deviations, cases):
         assert max(found.values()) <= TOLERANCE, {name: worst for name, worst in found.items() if worst > TOLERANCE}
@@ -207,6 +332,29 @@ def test_weights_that_are_not_there_are_named() -> None:
     for said in run_ranks(2, messages):
         for message in said:
             assert "past the outputs" in message and "1.up.weight" in message and "lamina.keep(model)" in message
+
+
+def clean_starts() -> list[float]:
+    """Of the step after a backward that ended in an error, when some of its gradients were there."""
+    found, rank, world = [], dist.get_rank(), dist.get_world_size()
+    for way in WAYS[:3]:
+        model, plain = (net("recomputed") for _ in range(2))
+        lamina.shard(model, units=[*map(str, range(BLOCKS + 1))], **(way | {"slots": BLOCKS}))
+        left.clear()
+        model(batch(rank, 0))
+        with contextlib.suppress(lamina.LaminaError):
+            left[-1].square().mean().backward()
+        model.zero_grad()
+        run(model, [model(batch(rank, 1)).square().mean()], 1)
+        for other in range(world):
+            run(plain, [plain(batch(other, 1)).square().mean()], world)
+        found.append(gradient_deviation(model, {n: p.grad for n, p in plain.named_parameters()}))
+    return found
+
+
+def test_nothing_stays_of_a_backward_that_has_failed() -> None:
+    for found in run_ranks(2, clean_starts):
+        assert max(found) <= TOLERANCE, found
 
 
 def stale() -> str:

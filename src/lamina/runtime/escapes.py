@@ -2,14 +2,15 @@
 
 A backward may come into a unit through what a hook on a layer inside has seen (features for a perceptual loss), or
 through an attribute that the forward has set (the auxiliary loss of a mixture of experts), and never pass the unit's
-outputs. Such tensors count as outputs (Note [Begin and end] in uses.py). What leaves in any other way, in a list of the
-user's say, is found by nobody; a backward that reads weights through it raises: Note [Given back] in slots.py.
+outputs. Such tensors count as outputs of every forward that they were made in, however deep (Note [Begin and end] in
+uses.py). What leaves in any other way, in a list of the user's say, is found by nobody; a backward that reads weights
+through it raises: Note [Given back] in slots.py.
 
 Note [Attributes]
     Looking at every attribute of every module costs a microsecond a module. So all are looked at in the first forwards,
     and whenever a module has got more of them; afterwards only the places that have held a tensor with a graph, or
-    where one may come: None and short containers, in modules that are not torch's own. Modules are not held: what
-    autograd holds of a forward leads here, and the garbage collector does not see what autograd holds.
+    where one may come: None, 0, tensors and short containers, in modules that are not torch's own. Modules are not
+    held: what autograd holds of a forward leads here, and the garbage collector does not see what autograd holds.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 
-from lamina.runtime.uses import tensors_in
+from lamina.runtime.uses import nodes_of_outputs, tensors_in
 
 FORWARDS_THAT_LEARN = 3
 _CONTAINERS = (list, tuple, dict, set, collections.deque)
-_FILLED_LATER = (list, dict, collections.deque)
+FILLED_LATER = (list, dict, collections.deque)
 _SHORT = 64  # entries
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 _is_there: Any = functools.partial(operator.is_not, None)
-_hooks_of = operator.attrgetter("_forward_hooks")
+_NEVER = (nn.Module, type, str, bytes, int, float)  # to be looked into
+_hooks_of, _hooks_before = map(operator.attrgetter, ("_forward_hooks", "_forward_pre_hooks"))
+HEARD_EVERYWHERE = (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks)
 
 
 class Escapes:
@@ -47,13 +51,13 @@ class Escapes:
     ) -> None:
         """
         Args:
-            catch: called with the outputs of modules inside that the user has hooked.
+            catch: called with what modules inside that the user has hooked are given and return.
             opens_window: whether a module has a forward that is hooked by itself: what is inside is its own affair.
         """
         self.made_for, self._catch = made_for, weakref.WeakMethod(catch)
         inside = list(_inside(module, opens_window))
         self._inside = [weakref.ref(each) for each in inside]
-        self._handles: dict[int, Any] = {}  # of our hook, by the position of the module
+        self._handles: dict[int, list[Any]] = {}  # of our hooks, by the position of the module
         self._hook_count = 0
         self._all = [weakref.ref(module), *self._inside]
         self._attribute_count = 0
@@ -62,24 +66,31 @@ class Escapes:
 
     def listen(self) -> None:
         """A forward begins: where the user has hung hooks since, hear what they will see."""
-        if (count := sum(map(len, map(_hooks_of, _there(self._inside))))) == self._hook_count:
+        if self._count_hooks() == self._hook_count:
             return
+        hears_all = bool(HEARD_EVERYWHERE[0] or HEARD_EVERYWHERE[1])
         for position, reference in enumerate(self._inside):
             module = reference()
-            if module is not None and module._forward_hooks and position not in self._handles:
-                self._handles[position] = module.register_forward_hook(Ear(self._catch))
-                count += 1
-        self._hook_count = count
+            if module is None or position in self._handles:
+                continue
+            if module._forward_hooks or module._forward_pre_hooks or hears_all:
+                self._handles[position] = _hang_ears(module, self._catch)
+        self._hook_count = self._count_hooks()
+
+    def _count_hooks(self) -> int:
+        hooks = (*map(_hooks_of, _there(self._inside)), *map(_hooks_before, _there(self._inside)), *HEARD_EVERYWHERE)
+        return sum(map(len, hooks))
 
     def remove(self) -> None:
-        for handle in self._handles.values():
-            handle.remove()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
 
-    def found(self, caught: list[Any], first_node: int) -> list[Tensor]:
-        """A forward has ended: tensors with a graph that it has left elsewhere.
+    def found(self, caught: Iterable[Any], first_node: int) -> list[Any]:
+        """A forward has ended: nodes of what it has left elsewhere.
 
         Args:
-            caught: what modules inside have returned to the user's hooks.
+            caught: nodes of what the user's hooks on modules inside were given.
             first_node: number of the first node that autograd may have made in this forward.
         """
         if (count := sum(map(len, map(vars, _there(self._all))))) != self._attribute_count:
@@ -89,14 +100,17 @@ class Escapes:
             self._learn()
         if not caught and not self._places:
             return []
-        held = [*caught, *(getattr(reference(), name, None) for reference, name in self._places)]
-        return [t for t in tensors_in(held) if t.grad_fn is not None and t.grad_fn._sequence_nr() >= first_node]
+        kept = [getattr(reference(), name, None) for reference, name in self._places]
+        nodes = dict.fromkeys([*caught, *nodes_of_outputs(tensors_in(kept), ())])
+        return [node for node in nodes if node._sequence_nr() >= first_node]
 
     def _learn(self) -> None:
         for reference in self._all:
             module = reference()
+            if module is None:
+                continue
             is_torchs = type(module).__module__.startswith("torch.nn.")
-            for name, value in vars(module).items() if module is not None else ():
+            for name, value in (*vars(module).items(), *module._buffers.items()):
                 if name not in _OWN and (_holds_graph(value) or (not is_torchs and _may_hold_later(value))):
                     self._places[reference, name] = None
 
@@ -107,26 +121,44 @@ def _there(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[nn.Module]:
 
 
 def _holds_graph(value: Any) -> bool:
-    is_held = isinstance(value, (Tensor, *_CONTAINERS))
+    if isinstance(value, _NEVER):
+        return False
+    is_held = isinstance(value, (Tensor, *_CONTAINERS)) or any(map(_is_held, getattr(value, "__dict__", {}).values()))
     return is_held and any(tensor.grad_fn is not None for tensor in tensors_in(value))
 
 
+def _is_held(value: Any) -> bool:
+    """Whether a tensor may be in a value of an object's."""
+    return isinstance(value, Tensor) or (isinstance(value, _CONTAINERS) and len(value) <= _SHORT)
+
+
 def _may_hold_later(value: Any) -> bool:
-    return value is None or (isinstance(value, _FILLED_LATER) and len(value) <= _SHORT)
+    if isinstance(value, FILLED_LATER):
+        return len(value) <= _SHORT
+    return value is None or isinstance(value, Tensor) or (type(value) in (int, float) and value == 0)
+
+
+def _hang_ears(module: nn.Module, catch: Callable[[], Callable[[Any], None] | None]) -> list[Any]:
+    """Before and behind all hooks of the user's, which may change what the next one sees."""
+    return [
+        module.register_forward_pre_hook(Ear(catch), prepend=True, with_kwargs=True),
+        module.register_forward_hook(Ear(catch), prepend=True, with_kwargs=True),
+        module.register_forward_hook(Ear(catch), with_kwargs=True),
+    ]
 
 
 class Ear:
-    """A forward hook behind the user's. A copied model gets its own."""
+    """A hook beside the user's. A copied model gets its own."""
 
     def __init__(self, catch: Callable[[], Callable[[Any], None] | None]) -> None:
         self._catch = catch
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, *seen: Any) -> None:
         if torch.compiler.is_compiling():
             return  # one node stands for all that is compiled
         catch = self._catch()
-        if catch is not None and torch.is_grad_enabled():
-            catch(output)
+        if catch is not None:
+            catch(seen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ear:
         return Ear(_nobody)

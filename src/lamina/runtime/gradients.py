@@ -254,6 +254,8 @@ class Gradients:
         for unit in self.units:
             unit.gradients.arrived.clear()
             unit.mesh.share.arrived.clear()
+            if not unit.plain and not unit.kept:
+                self.drop(unit)
         self._show_existing()
 
     def _show_existing(self) -> None:

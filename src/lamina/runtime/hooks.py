@@ -24,7 +24,7 @@ from lamina.core.program import Op
 from lamina.core.slots import Slot
 from lamina.errors import LaminaError, StateError
 from lamina.runtime.engine import Engine
-from lamina.runtime.escapes import Escapes
+from lamina.runtime.escapes import FILLED_LATER, HEARD_EVERYWHERE, Escapes
 from lamina.runtime.lookups import reads_weights
 from lamina.runtime.phase import Phase
 from lamina.runtime.precision import cast_tree
@@ -77,9 +77,12 @@ class Frame:
     input_count: int
     error_before: BaseException | None  # being handled by the caller already
     opened: int  # number of the moment
-    phase: Phase | None
+    phase: Phase
     first_node: int = 0  # number that autograd gives the next node
-    caught: list[Any] = field(default_factory=list)  # outputs of modules inside, as the user's hooks see them
+    lists: list[Any] = field(default_factory=list)  # among the arguments: the forward may append to them
+    caught: list[Any] = field(default_factory=list)  # nodes of what the user's hooks were given in it
+    graphless: list[weakref.ref[Tensor]] = field(default_factory=list)  # what they were given that had no node then
+    around: Frame | None = None
 
 
 class ModuleHooks:
@@ -121,6 +124,7 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             frame = self.frames[-1]
             self._listen(frame)
+            frame.lists = [each for each in (*args, *kwargs.values()) if isinstance(each, FILLED_LATER)]
             frame.tensors = [t for t in _tensors_below((args, kwargs) if kwargs else args) if t.requires_grad]
             frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
             if len(frame.tensors) > 1:
@@ -139,10 +143,13 @@ class ModuleHooks:
         escapes.listen()
         frame.first_node = next_node()
 
-    def _catch(self, output: Any) -> None:
-        """A module inside, on which somebody has hung a hook, has returned."""
+    def _catch(self, seen: Any) -> None:
+        """A hook on a module inside is given this. Only its nodes are noted: tensors may go before the forward ends."""
         if self.frames:
-            self.frames[-1].caught.append(output)
+            frame, tensors = self.frames[-1], tensors_in(seen)
+            frame.caught += nodes_of_outputs(tensors, ())
+            # torch's reentrant checkpoint gives a node to what it has computed without
+            frame.graphless += [weakref.ref(tensor) for tensor in tensors if tensor.grad_fn is None]
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.frames or self.frames[-1].module is not module:
@@ -165,7 +172,10 @@ class ModuleHooks:
         while self.frames and self.frames[-1].phase is not engine.phase:
             self.frames.pop()  # of a forward that ended without a word
         slots: list[Slot | None] = []
-        self.frames.append(Frame(module, owns, slots, [], [], 0, 0, error, next(_moments), engine.phase))
+        phase = engine.current()
+        frame = Frame(module, owns, slots, [], [], 0, 0, error, next(_moments), phase)
+        frame.around, phase.frame = phase.frame, frame
+        self.frames.append(frame)
         try:
             for unit in self.units:
                 slots.append(engine.enter(unit, Op.FORWARD))
@@ -177,6 +187,7 @@ class ModuleHooks:
     def close(self, output: Any) -> None:
         """End the uses; make their backward known to autograd."""
         frame = self.frames.pop()
+        frame.phase.frame = frame.around
         error = sys.exc_info()[1]
         failed = error is not None and error is not frame.error_before
         if failed and isinstance(error, LaminaError):
@@ -213,10 +224,14 @@ class ModuleHooks:
                 slot.is_saved |= has_graph
         if has_graph:
             self._watch(frame, output, tensors)
+        elif frame.around is not None:
+            heard = tensors if is_heard(frame.module) else []
+            frame.around.graphless += [*frame.graphless, *map(weakref.ref, heard)]
 
     def _watch(self, frame: Frame, output: Any, tensors: list[Tensor]) -> None:
-        escaped = self.escapes.found(frame.caught, frame.first_node) if self.escapes is not None else []
-        nodes = nodes_of_outputs([*tensors, *escaped] if escaped else tensors, frame.inputs)
+        escaped = self._escaped(frame, output)
+        nodes = nodes_of_outputs(tensors, frame.inputs)
+        nodes += [node for node in escaped if node not in nodes and node not in frame.inputs]
         if not nodes:
             if hides_tensors(output):
                 raise StateError(
@@ -227,9 +242,12 @@ class ModuleHooks:
             return
         engine = self.engine
         closed = next(_moments)
+        self._begin_inside(escaped)
+        made = range(frame.first_node, next_node())
         for unit, slot in zip(self.units, frame.slots, strict=True):
             reads = slot is None or not unit.sharded or reads_weights(frame.module, self.after, slot, nodes, tensors)
             use = Use(unit, slot, frame.input_count, frame.opened, closed, reads)
+            engine.current().uses.append((made, weakref.ref(use)))
             for node in frame.inputs:
                 hook_of(node, engine, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
             for node in nodes:
@@ -237,6 +255,33 @@ class ModuleHooks:
             if slot is not None and unit.sharded:
                 others = [t for t in tensors if t.requires_grad and t.grad_fn not in frame.inputs]
                 serve_hooks(use, frame.tensors, frame.hooks_before, others, engine, engine.begin_use)
+
+    def _escaped(self, frame: Frame, output: Any) -> list[Any]:
+        """Nodes of what has left the forward by other ways than its output. Forwards around it know of them, too."""
+        if self.escapes is None:
+            return []
+        if is_heard(frame.module):
+            frame.caught += nodes_of_outputs([*frame.tensors, *tensors_in(output)], ())
+        if frame.lists:
+            frame.caught += nodes_of_outputs(tensors_in(frame.lists), ())
+        if frame.graphless:
+            frame.caught += nodes_of_outputs([t for each in frame.graphless if (t := each()) is not None], ())
+        escaped = self.escapes.found(frame.caught, frame.first_node)
+        if frame.around is not None:
+            frame.around.caught += [*frame.caught, *escaped]
+            frame.around.graphless += frame.graphless
+        return escaped
+
+    def _begin_inside(self, escaped: list[Any]) -> None:
+        """What was found here only may have been made in forwards that have ended before."""
+        engine = self.engine
+        for node in escaped:
+            number = node._sequence_nr()
+            for made, reference in engine.current().uses:
+                if number in made and (use := reference()) is not None:
+                    begins = hook_of(node, engine, engine.begin_use, engine.end_use).begins
+                    if use not in begins:
+                        begins.append(use)
 
     def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""
@@ -288,6 +333,12 @@ def _tensors_below(value: Any) -> list[Tensor]:
 def opens_window(module: nn.Module) -> bool:
     """Whether a module's forward is hooked by a sharded model."""
     return any(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in module._forward_pre_hooks.values())
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether a module of a unit's has hooks of the user's, beside ours."""
+    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return hooks > 2 or any(map(len, HEARD_EVERYWHERE))
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -21,8 +21,10 @@ from lamina.core.shard_optim import others_run_backward
 from lamina.errors import StateError
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Iterable
 
+    from lamina.runtime.hooks import Frame
     from lamina.runtime.unit import Unit
     from lamina.runtime.uses import Use
 
@@ -70,6 +72,8 @@ class Phase:
     ready: set[int] = field(default_factory=set)  # units whose gradients lie ready for their reduction
     reduced: set[int] = field(default_factory=set)
     tasks: dict[int, list[Use]] = field(default_factory=dict)  # active backward uses by graph task
+    frame: Frame | None = None  # the innermost forward that is under way
+    uses: list[tuple[range, weakref.ref[Use]]] = field(default_factory=list)  # numbers of the nodes of its forwards
     deviated: bool = False
     parted: bool = False  # some rank has left the program, and ranks meet at its end
     keeps_graph: bool = False  # retain_graph

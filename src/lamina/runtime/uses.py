@@ -18,7 +18,7 @@ Note [Begin and end]
        turn: the weights are brought before the first of them (`FirstHook`). One that the forward has hung on one of
        several inputs may run after the end of 2 and 4: there the use ends when all inputs have passed.
     7. A backward may come in past the outputs: what has left the forward by an attribute or a hook on a layer inside
-       counts as one (escapes.py). 2 to 5 hold for it as well, as its node was made in the forward.
+       counts as one (escapes.py), of every forward that made its node. 2 to 5 hold for it as well.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def nodes_of_inputs(tensors: Sequence[Tensor]) -> tuple[list[Any], int]:
     return nodes, (1 if len(devices) == 1 else len(nodes)) if nodes else 0
 
 
-def nodes_of_outputs(tensors: Sequence[Tensor], inputs: list[Any]) -> list[Any]:
+def nodes_of_outputs(tensors: Sequence[Tensor], inputs: Sequence[Any]) -> list[Any]:
     """Nodes whose turn means that the unit's backward begins."""
     nodes: list[Any] = []
     for tensor in tensors:
