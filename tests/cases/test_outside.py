@@ -108,8 +108,33 @@ def only_the_first_rank(model: nn.Module, x: Tensor) -> Tensor:
     return loss + model.scale * model.shift.sum() if is_first else loss
 
 
+class Adjoint(torch.autograd.Function):
+    """Runs a part of the model again in its backward, by a backward inside, as solvers of equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: nn.Module, *params: Tensor) -> Tensor:
+        ctx.x, ctx.part = x, part
+        return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with torch.enable_grad():
+            again = ctx.part(ctx.x)
+        return None, None, *torch.autograd.grad(again, list(ctx.part.parameters()), grads)
+
+
+def adjoint(model: nn.Module, x: Tensor) -> Tensor:
+    """Gradients of parameters arrive when the backward inside, which is all of the model's, has ended."""
+    return Adjoint.apply(x, model.blocks[1], *model.blocks[1].parameters()).pow(2).mean()
+
+
+def adjoint_among_others(model: nn.Module, x: Tensor) -> Tensor:
+    return adjoint(model, x.sin()) + model(x).pow(2).mean() + adjoint(model, x)
+
+
 WHOLE: dict[str, Case] = {
-    fn.__name__: Case(Scaled, fn, max_norm=0.1) for fn in (temperature, head_outside, only_the_first_rank)
+    fn.__name__: Case(Scaled, fn, max_norm=0.1)
+    for fn in (temperature, head_outside, only_the_first_rank, adjoint, adjoint_among_others)
 }
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 import lamina
 from harness import run_ranks
-from lamina.runtime.hooks import _uncompiled
 from parity.models import UNITS, build, language_batch, language_loss
 from parity.reference import TOLERANCE, gradient_deviation
 
@@ -120,12 +119,3 @@ def test_modules_that_the_user_compiles() -> None:
         for way, (worst, graphs, went_in) in zip(COMPILED_BY_THE_USER, found, strict=True):
             assert worst <= TOLERANCE and not went_in, (way, worst, went_in)
             assert graphs > 0 or way == "all", f"{way}: nothing was compiled"
-
-
-def test_a_torch_with_other_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._dynamo
-
-    monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy")
-    method = _uncompiled(lambda self, number: number + 1)
-    assert method(None, 1) == 2 and method._torchdynamo_disable
-    assert type("Owner", (), {"method": method})().method(1) == 2, "it is bound like any other"

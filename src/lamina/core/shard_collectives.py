@@ -15,6 +15,7 @@ from torch import Tensor
 from lamina.core.control import finish
 from lamina.core.forked import refuse_in_fork
 from lamina.core.shard_spec import ShardSpec
+from lamina.core.uncompiled import refuse_traced, uncompiled
 
 
 @dataclass
@@ -31,9 +32,11 @@ class Counters:
 COUNTERS = Counters()
 
 
+@uncompiled
 def all_reduce_(value: Tensor, op: dist.ReduceOp.RedOpType, spec: ShardSpec) -> Tensor:
     """Reduce `value` in place over everything that `spec` is spread over. Collective."""
     refuse_in_fork()
+    refuse_traced(value, spec.name)
     for group in spec.groups:
         if group.size() > 1:
             COUNTERS.all_reduces += 1
@@ -56,6 +59,7 @@ def all_reduce_max(value: Tensor, spec: ShardSpec) -> Tensor:
     return biggest.masked_fill(nan_somewhere > 0, torch.nan)
 
 
+@uncompiled
 def gather_flat(local: Tensor, spec: ShardSpec) -> Tensor:
     """All pieces as one new 1-D tensor of `spec.numel` elements, the same on every rank of the group. Collective.
 
@@ -63,6 +67,7 @@ def gather_flat(local: Tensor, spec: ShardSpec) -> Tensor:
     padded pieces in one all-gather, or, where padding would more than double the memory (a parameter that lies on few
     of many ranks), one broadcast per owner.
     """
+    refuse_traced(local, spec.name)
     local = local.detach().contiguous()
     if len(spec.ranges) == 1:
         return local.clone()

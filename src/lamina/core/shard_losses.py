@@ -28,6 +28,7 @@ from torch import Tensor
 from lamina.core.control import finish
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Parts, Shard
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import ShardOpError
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Captures:
     now = False  # `torch.autograd.grad` is under way, which returns gradients at once
 
 
+@uncompiled
 def _defer(spec: ShardSpec, number: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
     """Note what comes in, and what one would come to here; see Note [Losses over Shards] 1."""
     share = spec.share

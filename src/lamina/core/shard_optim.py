@@ -27,6 +27,7 @@ from lamina.core.shard_losses import Captures, watch_waiting
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import DirtyFlag
 from lamina.core.shard_tensor import AS_PLAIN, Shard, rebuild_shard
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import LaminaError, ShardOpError, StateError
 
 _WHOLE_MATRIX = "it works on whole matrices, which no rank holds"
@@ -45,12 +46,18 @@ SHARES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter of a shar
 COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag of the copies made of it
 BEFORE_BACKWARDS: list[Callable[[list[Any]], None]] = []  # called with its roots when the outermost backward begins,
 AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
+AFTER_INNER_BACKWARDS: list[Callable[[], None]] = []  # when one inside another has,
 AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
 EXPLANATIONS: list[Callable[[BaseException], LaminaError | None]] = []  # of such errors, to be raised in their place
 _threads_in_backward: set[int] = set()
+
 _registered = False
 _NEW, _AS_MEANT = -1, -2  # in the place of a number: all of them are to be looked at | none is
 _states_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # number of states looked at
+
+
+class _Outermost:
+    accumulates = False  # whether the backward that is under way, around all others, brings parameters their gradients
 
 
 def register() -> None:
@@ -72,6 +79,7 @@ def register() -> None:
 # -- around optimizer.step()
 
 
+@uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Cut gradients and states that are still plain and full.
 
@@ -166,6 +174,7 @@ def _refuse_unsupported(optimizer: torch.optim.Optimizer, param: Shard) -> None:
             )
 
 
+@uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Mark what our handlers do not see: what a compiled step wrote, and plain parameters that copies are made of.
 
@@ -190,10 +199,6 @@ def written_flags(params: Iterable[Tensor]) -> list[DirtyFlag]:
     return [flag for flag in flags if flag is not None]
 
 
-for _hook in (_before_step, _after_step):  # what torch.compiler.disable sets, without importing the compiler for it
-    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
 # -- autograd
 
 
@@ -208,6 +213,7 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
     Inside its module's forward a parameter is the gathered tensor, so the graph of a loss does not lead to the Shard.
     """
 
+    @uncompiled
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         inputs = kwargs.get("inputs", args[inputs_at] if len(args) > inputs_at else None)
@@ -220,11 +226,13 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
         captures, Captures.now = Captures.now, not accumulates
         if is_first:
             _threads_in_backward.add(threading.get_ident())
+            _Outermost.accumulates = accumulates
+        after = AFTER_BACKWARDS if is_first else AFTER_INNER_BACKWARDS
         try:
             for begin in BEFORE_BACKWARDS if is_outermost else ():
                 begin(_several(args[0] if args else kwargs["tensors"]))
             found = function(*args, **kwargs)
-            for end in AFTER_BACKWARDS if is_outermost else ():
+            for end in after if _Outermost.accumulates else ():
                 end()
             return found
         except BaseException as error:

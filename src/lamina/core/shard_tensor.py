@@ -26,6 +26,7 @@ from torch.overrides import enable_reentrant_dispatch
 from lamina.core import shard_checkpoint
 from lamina.core.shard_collectives import gather_flat
 from lamina.core.shard_spec import GlobalSpec, ShardSpec
+from lamina.core.uncompiled import refuse_traced_loss, uncompiled, untraced
 from lamina.errors import ShardOpError, StateError
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Shard(Tensor):
         return made
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -92,7 +94,10 @@ class Shard(Tensor):
         handler = HANDLERS.get(func)
         if handler is None:
             handler = HANDLERS[func] = _resolve(func)
-        return handler(func, args, kwargs or {})
+        try:
+            return handler(func, args, kwargs or {})
+        except ShardOpError as error:
+            raise untraced(error)  # noqa: B904  # it is the same error as a rule
 
     @property
     def local(self) -> Tensor:
@@ -250,6 +255,7 @@ def _listen(args: Iterable[Any]) -> None:
         elif type(arg) is Shard and arg.spec.receive is not None and arg.requires_grad and arg.is_leaf:
             if _Listening.is_asking:
                 return
+            refuse_traced_loss(arg.spec.name)
             node = _accumulation_node(arg)
             if node is not None and _Listening not in node.metadata:
                 node.metadata[_Listening] = True
@@ -274,6 +280,7 @@ class Parts:
     noted: list[tuple[Callable[[Tensor], None], Tensor]] | None = None
 
 
+@uncompiled
 def _hand_over(receive: Callable[[Tensor], None], grads: tuple[Tensor | None, ...]) -> tuple[None]:
     if grads[0] is not None:
         if Parts.noted is not None:
@@ -426,6 +433,7 @@ def _poison(node: Any, name: str) -> None:
     if node is None:
         return
 
+    @uncompiled
     def poisoned(grad_outputs: Any) -> NoReturn:
         raise StateError(
             f"backward through a graph that was recorded before `{name}` was sharded; its gradient would be lost. Run "

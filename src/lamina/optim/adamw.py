@@ -26,6 +26,7 @@ from torch import Tensor
 from lamina.core.lanes import Lanes, Mark
 from lamina.core.shard_optim import written_flags
 from lamina.core.shard_spec import DirtyFlag
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import UsageError
 from lamina.optim.clip import Norm
 from lamina.optim.moments import FLAT, Home, make_steps, stepping
@@ -130,6 +131,7 @@ class AdamW(torch.optim.AdamW):
         self._seen = None
 
     @torch.no_grad()
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient. Local, unless `max_norm` asks for the norm."""
         loss = None

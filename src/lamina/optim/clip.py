@@ -29,6 +29,7 @@ from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
 from lamina.core.slots import DebugMode
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.optim.places import Place, find_places, local_of
 from lamina.runtime.parts import PARTS
@@ -54,6 +55,7 @@ class Spread:
     start: int = 0
 
 
+@uncompiled
 def clip_grad_norm_(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float | Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lamina.core.control import finish
 from lamina.core.shard_tensor import Shard
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.runtime.agreement import checksum
 from lamina.runtime.assemble import RUNTIMES, Runtime
@@ -43,6 +44,7 @@ def runtimes_with(params: Sequence[Tensor]) -> list[Runtime]:
     return [r for r in list(RUNTIMES.values()) if any(id(p) in wanted for unit in r.units for p in unit.params)]
 
 
+@uncompiled
 def sync(model: nn.Module) -> None:
     """Tell lamina that parameters were written past it (raw memory, another library): the next forward gathers anew."""
     for unit in runtime_of(model).units:
@@ -50,6 +52,7 @@ def sync(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+@uncompiled
 def gathered(target: nn.Module | Tensor | Sequence[Tensor], write: bool = False) -> Iterator[Any]:
     """Full values inside the block. Collective; may be nested.
 
@@ -80,6 +83,7 @@ def gathered(target: nn.Module | Tensor | Sequence[Tensor], write: bool = False)
 
 
 @contextlib.contextmanager
+@uncompiled
 def _module_gathered(module: nn.Module, write: bool) -> Iterator[None]:
     places = [
         (m._parameters, name, p)

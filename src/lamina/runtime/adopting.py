@@ -25,6 +25,7 @@ from torch import nn
 from lamina.core.arena import Demand, pack
 from lamina.core.control import Control
 from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, round_up
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of
 from lamina.runtime.additions import Additions, plan_additions
@@ -43,6 +44,7 @@ from lamina.transport.peer import Peers
 from lamina.transport.symmetric import SymmetricPeers
 
 
+@uncompiled
 def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[nn.Parameter]:
     """Take parameters that were added after `shard()` into the sharded model: adapters, heads, layers. Collective.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from lamina.core.control import name_ranks
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import Disagreement
 from lamina.runtime.access import runtime_of
 from lamina.runtime.agreement import checksum
 
 
+@uncompiled
 def check(model: nn.Module) -> None:
     """Raise if parameters were cast, moved or replaced, or if replicas of one range differ. Collective.
 

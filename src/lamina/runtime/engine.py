@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from types import FrameType
 
 import torch
-from torch.autograd import Variable
 
 from lamina.core.control import Control
 from lamina.core.lanes import Lanes
 from lamina.core.program import Op, Step, move_gathers_ahead
 from lamina.core.slots import Slot
+from lamina.core.uncompiled import at_the_end_of_backward
 from lamina.errors import StateError
 from lamina.runtime.failed_backward import ENGINES
 from lamina.runtime.gathering import Gatherer
@@ -326,7 +326,7 @@ class Engine:
         if task not in phase.tasks:
             phase.tasks[task] = []
             phase.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-            Variable._execution_engine.queue_callback(lambda: self._end_task(task))
+            at_the_end_of_backward(self._end_task, task)
         active = phase.tasks[task]
         use.active_in, use.waiting, use.is_early = task, use.input_count, True
         active.append(use)

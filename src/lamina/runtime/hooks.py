@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lamina.core.program import Op
 from lamina.core.slots import Slot
+from lamina.core.uncompiled import guard_hooks, uncompiled
 from lamina.errors import LaminaError, StateError
 from lamina.runtime.engine import Engine
 from lamina.runtime.escapes import FILLED_LATER, HEARD_EVERYWHERE, Escapes
@@ -112,6 +113,7 @@ class ModuleHooks:
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.after, always_call=True)
 
+    @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.open(module, "forward", sys._getframe(1))
         args, kwargs = self.take_inputs(args, kwargs)
@@ -151,6 +153,7 @@ class ModuleHooks:
             # torch's reentrant checkpoint gives a node to what it has computed without
             frame.graphless += [weakref.ref(tensor) for tensor in tensors if tensor.grad_fn is None]
 
+    @uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.frames or self.frames[-1].module is not module:
             return None  # our own pre-hook raised
@@ -166,6 +169,7 @@ class ModuleHooks:
         error = sys.exc_info()[1]
         if owns:
             refuse_transforms(self.title)
+            guard_hooks()
             engine.begin_forward(self, f"{self.title}.{entry}", call)
         elif engine.phase is not None:
             engine.phase.refuse_other_threads()
@@ -295,26 +299,6 @@ class ModuleHooks:
                     f"{tuple(tensor.shape)}): the memory is used "
                     "for other weights after the forward. Return `weight.clone()`"
                 )
-
-
-def _uncompiled(function: Any) -> Any:
-    """What `torch.compiler.disable` does, without importing the compiler: no frame below is compiled.
-
-    A module that the user compiles calls its hooks inside what is compiled. Where torch has other private names, the
-    compiler is imported.
-    """
-    try:
-        compiler = torch._C._dynamo.eval_frame
-        skip = compiler._FrameAction.SKIP
-        compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):
-        return torch.compiler.disable(function)
-    function._torchdynamo_disable = True
-    return function
-
-
-for _hook in (ModuleHooks.before, ModuleHooks.after):
-    setattr(ModuleHooks, _hook.__name__, _uncompiled(_hook))
 
 
 def _tensors_below(value: Any) -> list[Tensor]:

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from lamina.core import shard_losses
 from lamina.core.control import name_ranks
-from lamina.core.shard_optim import AFTER_BACKWARDS, BEFORE_BACKWARDS, nodes_behind, others_run_backward
+from lamina.core.shard_optim import (
+    AFTER_BACKWARDS,
+    AFTER_INNER_BACKWARDS,
+    BEFORE_BACKWARDS,
+    nodes_behind,
+    others_run_backward,
+)
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import Disagreement, StateError
 from lamina.runtime.failed_backward import ENGINES
 
@@ -54,6 +61,7 @@ def listen(unit: Unit) -> None:
             node.register_prehook(functools.partial(_take, weakref.ref(unit), position))
 
 
+@uncompiled
 def _take(reference: weakref.ref[Unit], position: int, grads: tuple[Tensor | None, ...]) -> Any:
     unit = reference()
     if unit is None or grads[0] is None:
@@ -115,6 +123,13 @@ def after_backward() -> None:
         _compare(engine)
 
 
+def after_inner_backward() -> None:
+    """One inside another has ended, and may have been all of a model's: what autograd adds from here on is new."""
+    for engine in list(ENGINES):
+        if engine.phase is None:
+            engine.gradients.begin()
+
+
 def _compare(engine: Engine) -> None:
     """What was mixed into losses over Shards is the same on all ranks; only looked at in the first backwards."""
     share = engine.units[0].mesh.share if engine.units else None
@@ -145,3 +160,4 @@ def _as_line(mixed: Iterable[shard_losses.Mixed]) -> str:
 
 BEFORE_BACKWARDS.append(before_backward)
 AFTER_BACKWARDS.append(after_backward)
+AFTER_INNER_BACKWARDS.append(after_inner_backward)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lamina.core.layout import short_dtype
+from lamina.core.uncompiled import uncompiled
 from lamina.runtime.access import runtime_of
 from lamina.runtime.assemble import Runtime
 from lamina.runtime.unit import Unit
@@ -67,6 +68,7 @@ class Report:
         return "\n".join(lines)
 
 
+@uncompiled
 def report(model: nn.Module) -> Report:
     """Units, memory and counters of a sharded model on this rank. Local: no communication."""
     runtime = runtime_of(model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lamina.core.control import finish
 from lamina.core.forked import refuse_in_fork
 from lamina.core.slots import DebugMode
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of, runtimes_with
 from lamina.runtime.assemble import RUNTIMES, Runtime
@@ -23,6 +24,7 @@ Batch = TypeVar("Batch")
 
 
 @contextlib.contextmanager
+@uncompiled
 def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[None]:
     """One micro-batch of several: gradients are complete after the one with `last=True`.
 
@@ -42,6 +44,7 @@ def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[No
 
 
 @contextlib.contextmanager
+@uncompiled
 def keep(target: nn.Module | Tensor | Sequence[nn.Module | Tensor]) -> Iterator[None]:
     """The units of `target` stay gathered inside, backward included; their gradients are reduced once, at the end.
 
@@ -86,6 +89,7 @@ def debug(enabled: bool = True) -> None:
     DebugMode.enabled = enabled
 
 
+@uncompiled
 def total(count: Tensor | float) -> Tensor:
     """The sum of `count` over the data ranks, on every rank. Collective.
 
@@ -108,6 +112,7 @@ def sum_over_ranks(values: Tensor, doing: str) -> Tensor:
     return values
 
 
+@uncompiled
 def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | float | None = None) -> Tensor:
     """The loss to call `backward()` on, so that gradients are those of the mean over all tokens of all ranks.
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.slots import Slot
+from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError
 from lamina.runtime.unit import Unit
 
@@ -118,6 +119,7 @@ class NodeHook:
         """Hooks that others have before this node."""
         return len(self.handle.hooks_dict_ref()) - 1
 
+    @uncompiled
     def __call__(self, grads: Any) -> None:
         for reference in self.ends:
             use = reference()
@@ -143,6 +145,7 @@ class FirstHook:
         self.hooks: list[weakref.ref[dict[int, Any]]] = []  # on the output and on its node
         self.count = 0  # of these
 
+    @uncompiled
     def __call__(self, grads: Any) -> None:
         """Those that came since are of uses that took the output as an input: they still need their weights."""
         self.begin(self.use, self._count() > self.count)
