@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamina
 from fuzz.models import RandomModel
+from fuzz.sides import Sides, draw_sides
 from gpu.cards import take_card
 from lamina.runtime import direct
 
@@ -120,6 +121,7 @@ class Case:
     peeks: bool  # evaluations between micro-batches
     late: int | None  # the rank that is late in every forward
     acts: tuple[tuple[str, ...], ...]  # before each step
+    sides: Sides | None = None
     penalty: str = ""  # over parameters, outside the forward: "before" or "behind" it in one loss, or "alone"
 
     @property
@@ -132,6 +134,7 @@ class Case:
         found |= {f"mesh {self.grid}"} if self.grid else set()
         found |= {name for name in ("debug", "keeps", "zeroes", "peeks", "replicate", "ignores") if getattr(self, name)}
         found |= {name for name, drawn in (("clipping", self.clip), ("late", self.late is not None)) if drawn}
+        found |= self.sides.features if self.sides else set()
         found |= {f"penalty {self.penalty}"} if self.penalty else set()
         return frozenset(found | ({"two forwards"} if self.forwards > 1 else set()))
 
@@ -155,7 +158,8 @@ class Case:
         return "  ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
-def draw_case(seed: int, ranks: int, has_coarse: bool = False) -> Case:
+def draw_case(seed: int, ranks: int, layers: frozenset[str] = frozenset()) -> Case:
+    """`layers`: what the model has."""
     draw, hurry = random.Random(f"case {seed}"), random.Random(f"hurry {seed}")
     grid = draw.choice(GRIDS[ranks]) if draw.random() < 0.35 else None
     world = ranks if grid is None else _data_ranks(grid)
@@ -170,7 +174,7 @@ def draw_case(seed: int, ranks: int, has_coarse: bool = False) -> Case:
         world=world,
         grid=grid,
         strategy=strategy,
-        precision="own, wide masters" if precision == "own" and has_coarse else precision,
+        precision="own, wide masters" if precision == "own" and "Coarse" in layers else precision,
         transport=draw.choice(["c10d", "c10d", "peer"]),
         slots=draw.choice([1, 2, 3, 3, 9]),
         units=draw.choice(["auto", "blocks", "layers", "groups", "pattern", "classes"]),
@@ -195,7 +199,7 @@ def draw_case(seed: int, ranks: int, has_coarse: bool = False) -> Case:
         # weights change on the quick ranks while the late one still evaluates
         pairs = [(hurry.choice(["evaluate", "infer"]), hurry.choice(["scale", "load"])) for _ in range(STEPS)]
         case = replace(case, late=hurry.randrange(world), acts=tuple(pairs))
-    return _draw_more(case, random.Random(f"more {seed}"))
+    return _draw_sides(_draw_more(case, random.Random(f"more {seed}")), layers)
 
 
 def _draw_more(case: Case, draw: random.Random) -> Case:
@@ -211,6 +215,21 @@ def _draw_more(case: Case, draw: random.Random) -> Case:
         case = replace(case, penalty=draw.choice(["before", "behind", "alone"]))
     if draw.random() < 0.15 and _may_be_halved(case):
         case = replace(case, precision="bf16, halves", transport="peer", ignores=False, penalty="")
+    return case
+
+
+def _draw_sides(case: Case, layers: frozenset[str]) -> Case:
+    """Losses of what forwards leave beside their output."""
+    draw = random.Random(f"stranded {case.seed}")
+    case = replace(
+        case, sides=draw_sides(case.seed, case.precision == "own", any(name.startswith("leaves") for name in layers))
+    )
+    if case.sides and case.recompute == "selective" and case.sides.order in ("first", "then", "grad"):
+        case = replace(case, sides=replace(case.sides, order="with"))  # torch refuses a second backward
+    if "leaves stranded" in layers and "differs" not in layers and case.precision == "own" and draw.random() < 0.8:
+        step = draw.randrange(STEPS)
+        act = draw.choice(["strand", "strand", "outdate"])
+        case = replace(case, acts=tuple((*acts, act) if n == step else acts for n, acts in enumerate(case.acts)))
     return case
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fuzz.models import Layer
+from fuzz.layers import Layer
 
 
 def add_hooks(model: nn.Module, seed: int) -> None:

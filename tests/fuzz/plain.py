@@ -53,9 +53,9 @@ class Plain:
                 copy.copy_(_away_from_zero(master) if master in self.halved else master)
                 copy.requires_grad_(master.requires_grad)
 
-    def backward(self, loss: Tensor, share: float) -> None:
+    def backward(self, loss: Tensor, share: float, retains: bool = False) -> None:
         """`share`: of this loss in the mean over the ranks."""
-        loss.backward()
+        loss.backward(retain_graph=retains)
         for master, copy in self.pairs:
             if copy.grad is not None:
                 travels = self.precision.wire if copy.is_floating_point() else None

@@ -21,8 +21,11 @@ from torch import Tensor, nn
 import lamina
 from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_case, ignored_of, place_on, units_of
 from fuzz.hooks import add_hooks
-from fuzz.models import WIDTH, RandomModel, Skipped
+from fuzz.layers import WIDTH, Skipped, has_reentrant
+from fuzz.models import RandomModel
 from fuzz.plain import Plain
+from fuzz.sides import Keeper, Losses, begin_step, deviation_of_all
+from fuzz.stranded import outdate, strand
 from lamina.runtime.assemble import RUNTIMES
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
@@ -31,7 +34,11 @@ MAX_NORM = 0.1
 
 
 def case_of(seed: int, ranks: int) -> Case:
-    return draw_case(seed, ranks, "Coarse" in RandomModel(seed).features)
+    model = RandomModel(seed)
+    case = draw_case(seed, ranks, model.features)
+    if case.sides and case.sides.order == "grad" and has_reentrant(model):  # torch refuses gradients of inputs
+        case = replace(case, sides=replace(case.sides, order="first"))
+    return case
 
 
 def make_optimizer(
@@ -63,8 +70,8 @@ class Job:
         mesh, self.rank = place_on(case.grid, dist.get_rank(), device)
         self.reference, model = Plain(case.seed, scheme, device), RandomModel(case.seed, scheme.born).to(device)
         self.plain = self.reference.masters
-        if case.hooks == "before":
-            add_hooks(model, case.seed)
+        self.keepers = {each: Keeper(each, case.sides) for each in (model, self.reference.model) if case.sides}
+        self.hang(model, "before")
         self.model = lamina.shard(
             model,
             lamina.Strategy(*case.strategy) if isinstance(case.strategy, tuple) else case.strategy,
@@ -79,10 +86,9 @@ class Job:
         )
         if case.seed % 2:  # as on GPUs
             RUNTIMES[self.model].engine.gives_back_gradients = True
-        if case.hooks:
-            add_hooks(self.reference.model, case.seed)
-        if case.hooks == "after":
-            add_hooks(self.model, case.seed)
+        self.hang(self.model, "after")
+        for moment in ("before", "after"):
+            self.hang(self.reference.model, moment)
         if case.late == self.rank:
             random.Random(case.seed).choice(list(model.blocks)).register_forward_pre_hook(_wait)
         trains = [[p for p in m.parameters() if p.requires_grad] for m in (self.model, self.plain)]
@@ -103,9 +109,25 @@ class Job:
         drawn = torch.randn(1 + (key % 3), WIDTH, dtype=torch.float64, generator=generator)
         return drawn.to(self.device, self.case.scheme.born)
 
-    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
-        outputs = [self.output(model, self.data(step, rank, micro, f), rank) for f in range(self.case.forwards)]
-        return torch.stack([output.pow(2).mean() for output in outputs]).sum() / self.case.micro_batches
+    def hang(self, model: nn.Module, moment: str) -> None:
+        """Hooks of the user's, in the same order on both models."""
+        if self.case.hooks == moment:
+            add_hooks(model, self.case.seed)
+        if self.case.sides and self.case.sides.hooked == moment:
+            self.keepers[model].hang()
+
+    def losses(self, model: nn.Module, step: int, rank: int, micro: int) -> Losses:
+        outputs, inputs, sides = [], [], list[Tensor]()
+        keeper = self.keepers.get(model)
+        for forward in range(self.case.forwards):
+            data = self.data(step, rank, micro, forward)
+            if keeper is not None:
+                inputs.append(data.requires_grad_(keeper.sides.order == "grad"))
+                keeper.forget()
+            outputs.append(self.output(model, data, rank))
+            sides += keeper.take(rank) if keeper is not None else []
+        own = torch.stack([output.pow(2).mean() for output in outputs]).sum() / self.case.micro_batches
+        return Losses(own, [side / self.case.micro_batches for side in sides], inputs)
 
     def penalty(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor:
         """Over some of the parameters that train, weighed by this rank's data."""
@@ -124,21 +146,31 @@ class Job:
     def step(self, number: int) -> None:
         case, title = self.case, f"step {number}"
         self.reference.refresh()
+        for model in (self.model, self.reference.model):
+            begin_step(model, number)
+        for keeper in self.keepers.values():
+            keeper.at(number)
         for micro in range(case.micro_batches):
-            for rank in range(case.world):
-                loss = self.loss(self.reference.model, number, rank, micro)
-                self.reference.backward(loss, 1 / case.world)
+            ranks = [self.losses(self.reference.model, number, rank, micro) for rank in range(case.world)]
+            parts = case.sides is not None and case.sides.parts(number, ranks)
+            for rank, losses in enumerate(ranks):
+                inputs = losses.of_inputs(case.sides, parts)
+                for loss, retains in losses.backwards(case.sides, parts):
+                    self.reference.backward(loss, 1 / case.world, retains)
                 if case.penalty:
                     (self.penalty(self.plain, number, rank, micro) / case.world).backward()
                 if rank == self.rank:
-                    wanted = loss.detach()
+                    wanted, wanted_of_inputs = losses.sum.detach(), inputs
             with self.scope(micro):
                 more = [self.penalty(self.model, number, self.rank, micro)] if case.penalty == "before" else []
-                found = self.loss(self.model, number, self.rank, micro)
-                self.compare(f"{title} loss", difference(found.detach(), wanted))
+                mine = self.losses(self.model, number, self.rank, micro)
+                self.compare(f"{title} loss", difference(mine.sum.detach(), wanted))
                 if case.penalty == "behind":
                     more.append(self.penalty(self.model, number, self.rank, micro))
-                sum(more, found).backward()
+                found = mine.of_inputs(case.sides, parts)
+                self.compare(f"{title} gradients of inputs", deviation_of_all(found, wanted_of_inputs))
+                for loss, retains in mine.backwards(case.sides, parts):
+                    (loss if retains else sum(more, loss)).backward(retain_graph=retains)
                 if case.penalty == "alone":
                     self.penalty(self.model, number, self.rank, micro).backward()
             if case.peeks:
@@ -210,6 +242,8 @@ class Job:
 
     # ---- what happens between steps ----------------------------------------------------------------------------
 
+    strand, outdate = strand, outdate
+
     def act(self, what: str) -> None:
         getattr(self, what)()
 
@@ -268,7 +302,7 @@ class Job:
         defer = self.failures.random() < 0.5
         for micro in range(self.failures.choice([1, 2])):
             with lamina.accumulate(self.model, last=False, defer=defer):
-                self.loss(self.model, 97, self.rank, micro).backward()
+                self.losses(self.model, 97, self.rank, micro).own.backward()
         if self.failures.random() < 0.5:
             with lamina.accumulate(self.model, last=self.failures.random() < 0.5, defer=defer):
                 self.raise_once()
