@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lamina
 from cases.training import TOLERANCE, WAYS, WIDTH, Case, worst_of
-from harness import run_ranks
+from harness import expect_error, run_ranks
 from parity.structures import Chain, Lora
 
 
@@ -226,3 +227,22 @@ def run_control() -> dict[str, float]:
 def test_a_small_fault_is_seen() -> None:
     for found in run_ranks(2, run_control):
         assert min(found.values()) > TOLERANCE, found
+
+
+def made_of_two(ignore: tuple[str, ...]) -> str:
+    """A frozen parameter of a class like those of quantised weights."""
+    model = chain(linear)
+    name = next(name for name, param in model.named_parameters() if param.dim() == 2)
+    module = model.get_submodule(name.rpartition(".")[0])
+    value = module.weight.detach()
+    module.weight = nn.Parameter(TwoTensor(value, value.clone()), requires_grad=False)
+    lamina.shard(model, ignore=ignore)
+    return type(model.get_parameter(name)).__name__
+
+
+def test_parameters_made_of_other_tensors_are_named() -> None:
+    """They became plain ones, several times as large."""
+    words = ["weight` is of the class TwoTensor", "float32", "ignore=['"]
+    errors = expect_error(2, made_of_two, (), error="UsageError", contains=words)
+    name = errors[0].message.split("`")[1]
+    assert run_ranks(2, made_of_two, (name,)) == ["TwoTensor"] * 2

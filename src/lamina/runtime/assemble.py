@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lamina.core.arena import Demand, Packing, pack
 from lamina.core.control import Control
@@ -133,6 +134,12 @@ def _refuse_split(params: Sequence[nn.Parameter], plan: UnitPlan, mesh: DataMesh
             raise UsageError(
                 f"`{name}` is a DTensor, distributed by torch already: leave out fully_shard() or distribute_module(), "
                 "or say which part of a tensor-parallel parameter this rank holds with lamina.split_parameter"
+            )
+        if is_traceable_wrapper_subclass(param):
+            raise UsageError(
+                f"`{name}` is of the class {type(param).__name__}, a tensor made of others (quantised, as a rule), and "
+                f"would become plain values of {param.dtype}. Type lamina.shard(..., ignore=[{name!r}]), which leaves "
+                "it whole on every rank, or give the module the tensors that it is made of as parameters"
             )
         if param in PARTS and mesh.factors.optimizer == 1 and mesh.world > 1:
             raise UsageError(
