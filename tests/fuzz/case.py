@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamina
+from fuzz.leaves import Leaves
 from fuzz.models import RandomModel
 from fuzz.sides import Sides, draw_sides
 from gpu.cards import take_card
@@ -226,6 +227,8 @@ def _draw_sides(case: Case, layers: frozenset[str]) -> Case:
     )
     if case.sides and case.recompute == "selective" and case.sides.order in ("first", "then", "grad"):
         case = replace(case, sides=replace(case.sides, order="with"))  # torch refuses a second backward
+    if any(name.startswith("leaves") for name in layers) and random.Random(f"nested {case.seed}").random() < 0.3:
+        case = replace(case, units="nested")
     if "leaves stranded" in layers and "differs" not in layers and case.precision == "own" and draw.random() < 0.8:
         step = draw.randrange(STEPS)
         act = draw.choice(["strand", "strand", "outdate"])
@@ -280,6 +283,8 @@ def units_of(case: Case, model: RandomModel) -> Any:
     inner = [module for block in model.blocks for module in block.modules() if module is not block]
     if case.units == "classes" and not any(isinstance(module, kinds) for module in inner):
         return list(kinds)
+    if case.units == "nested":
+        return [*blocks, *(m.deep for block in blocks for m in block.modules() if isinstance(m, Leaves))]
     if case.units == "groups":
         return [list(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
     return list(blocks)

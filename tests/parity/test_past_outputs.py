@@ -57,6 +57,7 @@ class Block(nn.Module):
         super().__init__()
         self.up, self.down, self.keep = nn.Linear(DIM, 2 * DIM), Down(2 * DIM, DIM), keep
         self.head = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))
+        self.up.kept = None
         self.inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) if keep == "reentrant" else None
         self.kept: Any = 0.0 if keep == "zero" else None
         self.register_buffer("beside", torch.zeros(()))
@@ -74,6 +75,8 @@ class Block(nn.Module):
             self.kept = {"features": [h]}
         elif self.keep == "head":
             self.kept = self.head(y.detach())
+        elif self.keep == "inside":
+            self.up.kept = h
         elif self.keep == "dataclass":
             self.kept = Kept(h)
         elif self.keep == "object":
@@ -154,6 +157,14 @@ def of_late_attribute(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
         block.keep = "attribute" if step == 4 else ""
     y = model(x)
     return [features(model)[1].square().mean() if step == 4 else y.square().mean()]
+
+
+def of_late_attribute_of_layer(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
+    """A layer of torch's own gets it, from the fifth step on."""
+    for block in list(model)[:BLOCKS]:
+        block.keep = "inside" if step == 4 else ""
+    y = model(x)
+    return [model[1].up.kept.square().mean() if step == 4 else y.square().mean()]
 
 
 def of_hooks(model: nn.Module, x: Tensor, step: int) -> list[Tensor]:
@@ -249,6 +260,7 @@ SEEN: dict[str, tuple[str, Callable[[nn.Module, Tensor, int], list[Tensor]]]] = 
     "object": ("object", of_first_attribute),
     "buffer": ("buffer", of_first_attribute),
     "0 at first": ("zero", of_late_attribute),
+    "attribute of a layer of torch's": ("", of_late_attribute_of_layer),
     "list of the model": ("above", of_attribute),
     "list that is given": ("argument", of_attribute),
     "given to a layer": ("", of_what_a_hook_is_given),

@@ -9,7 +9,7 @@ through it raises: Note [Given back] in slots.py.
 Note [Attributes]
     Looking at every attribute of every module costs a microsecond a module. So all are looked at in the first forwards,
     and whenever a module has got more of them; afterwards only the places that have held a tensor with a graph, or
-    where one may come: None, 0, tensors and short containers, in modules that are not torch's own. Modules are not
+    where one may come: None, and in modules that are not torch's own 0, tensors and short containers. Modules are not
     held: what autograd holds of a forward leads here, and the garbage collector does not see what autograd holds.
 """
 
@@ -111,7 +111,8 @@ class Escapes:
                 continue
             is_torchs = type(module).__module__.startswith("torch.nn.")
             for name, value in (*vars(module).items(), *module._buffers.items()):
-                if name not in _OWN and (_holds_graph(value) or (not is_torchs and _may_hold_later(value))):
+                may_hold_later = value is None if is_torchs else _may_hold_later(value)
+                if name not in _OWN and (may_hold_later or _holds_graph(value)):
                     self._places[reference, name] = None
 
 
