@@ -16,8 +16,10 @@ from torch import Tensor
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Shard
 
+_requires_grad_of = vars(torch._C.TensorBase)["requires_grad"].__get__  # past the property of Shards
 _grad_of, _layout_of = attrgetter("grad"), attrgetter("layout")
 _grad: Any = repeat("grad")
+_NONE = frozenset([type(None)])
 _none, _strided = repeat(None), repeat(torch.strided)
 
 
@@ -41,17 +43,23 @@ def clear_gradients(params: Iterable[Tensor]) -> None:
 
 def any_there(values: Iterable[object]) -> bool:
     """Whether any is not None."""
-    return any(map(is_not, values, _none))
+    return not _NONE.issuperset(map(type, values))
 
 
 def all_there(values: Iterable[object]) -> bool:
     """Whether none is None."""
-    return all(map(is_not, values, _none))
+    return _NONE.isdisjoint(map(type, values))
 
 
 def are_there(values: Iterable[object]) -> list[bool]:
     """Place by place: not None?"""
     return list(map(is_not, values, _none))
+
+
+def requirements_of(params: Iterable[Tensor]) -> list[bool]:
+    """Each one's `.requires_grad`."""
+    with AS_PLAIN():
+        return list(map(_requires_grad_of, params))
 
 
 def are_same(values: Iterable[object], others: Iterable[object]) -> list[bool]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ _SHORT = 64  # entries
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 _is_there: Any = functools.partial(operator.is_not, None)
 _NEVER = (nn.Module, type, str, bytes, int, float)  # to be looked into
-_hooks_of, _hooks_before = map(operator.attrgetter, ("_forward_hooks", "_forward_pre_hooks"))
+_hooks_of = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
 HEARD_EVERYWHERE = (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks)
 
 
@@ -78,8 +79,8 @@ class Escapes:
         self._hook_count = self._count_hooks()
 
     def _count_hooks(self) -> int:
-        hooks = (*map(_hooks_of, _there(self._inside)), *map(_hooks_before, _there(self._inside)), *HEARD_EVERYWHERE)
-        return sum(map(len, hooks))
+        hooks = itertools.chain.from_iterable(map(_hooks_of, _there(self._inside)))
+        return sum(map(len, hooks)) + sum(map(len, HEARD_EVERYWHERE))
 
     def remove(self) -> None:
         for handles in self._handles.values():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lamina.core.control import Control, Flags
 from lamina.core.lanes import Lanes
-from lamina.core.parameter_loops import all_there, any_there, are_strided, are_there, clear_gradients, gradients_of
+from lamina.core.parameter_loops import all_there, any_there, are_there, clear_gradients, gradients_of
 from lamina.core.shard_losses import hand_over_means
 from lamina.core.slots import Slot, SlotState
 from lamina.errors import Disagreement, ParameterChanged, StateError
@@ -180,10 +180,14 @@ class Gradients:
             for segment, target in zip(unit.layout.segments, place.segments, strict=True):
                 if segment.trainable:
                     target.zero_()
-        if all_there(gradients) and are_strided(gradients):  # type: ignore[arg-type]
-            unit.gradients.touched = [True] * len(gradients)
-            torch._foreach_copy_(place.views, gradients)  # type: ignore[arg-type]
-            return
+        if all_there(gradients):
+            try:
+                torch._foreach_copy_(place.views, gradients)  # type: ignore[arg-type]
+            except RuntimeError:
+                pass  # one is sparse, and copied below; or it is an error that comes again there
+            else:
+                unit.gradients.touched = [True] * len(gradients)
+                return
         views, values = [], []
         for i, gradient in enumerate(gradients):
             if gradient is not None:

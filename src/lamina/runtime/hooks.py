@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import (
     Use,
+    any_beside,
     count_hooks,
     hides_tensors,
     hook_of,
@@ -41,14 +42,13 @@ from lamina.runtime.uses import (
     tensors_in,
 )
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _moments = itertools.count(1)  # of forwards that begin and end
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-def _outside_modes(method: Callable[P, R]) -> Callable[P, R]:
+def _outside_modes(method: Callable[..., R]) -> Callable[..., R]:
     """Hide what the runtime does from modes that see every operation.
 
     Selective recomputation counts the operations of a forward and of its second run: gathers, reductions and messages
@@ -56,11 +56,11 @@ def _outside_modes(method: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: Any) -> R:
         if torch._C._len_torch_dispatch_stack() == 0:
-            return method(*args, **kwargs)
+            return method(*args)
         with _disable_current_modes():
-            return method(*args, **kwargs)
+            return method(*args)
 
     return run
 
@@ -248,15 +248,19 @@ class ModuleHooks:
         closed = next(_moments)
         self._begin_inside(escaped)
         made = range(frame.first_node, next_node())
+        ends = [hook_of(node, engine, engine.begin_use, engine.end_use) for node in frame.inputs]
+        begins = [hook_of(node, engine, engine.begin_use, engine.end_use) for node in nodes]
+        are_beside = any_beside(frame.tensors, tensors, ends, begins)
         for unit, slot in zip(self.units, frame.slots, strict=True):
             reads = slot is None or not unit.sharded or reads_weights(frame.module, self.after, slot, nodes, tensors)
             use = Use(unit, slot, frame.input_count, frame.opened, closed, reads)
-            engine.current().uses.append((made, weakref.ref(use)))
-            for node in frame.inputs:
-                hook_of(node, engine, engine.begin_use, engine.end_use).ends.append(weakref.ref(use))
-            for node in nodes:
-                hook_of(node, engine, engine.begin_use, engine.end_use).begins.append(use)
-            if slot is not None and unit.sharded:
+            reference = weakref.ref(use)
+            frame.phase.uses.append((made, reference))
+            for hook in ends:
+                hook.ends.append(reference)
+            for hook in begins:
+                hook.begins.append(use)
+            if are_beside and slot is not None and unit.sharded:
                 others = [t for t in tensors if t.requires_grad and t.grad_fn not in frame.inputs]
                 serve_hooks(use, frame.tensors, frame.hooks_before, others, engine, engine.begin_use)
 

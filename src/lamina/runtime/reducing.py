@@ -26,7 +26,7 @@ from lamina.core.lanes import Lanes, Mark
 from lamina.core.layout import UnitLayout
 from lamina.core.slots import Slot, SlotState
 from lamina.runtime.direct import DirectRoute, find_route
-from lamina.runtime.reduction_state import Inbox, Partial, Pending, Staging
+from lamina.runtime.reduction_state import Inbox, Partial, Pending, Sending, Staging
 from lamina.runtime.summing import Rows, add_rows
 from lamina.runtime.unit import Unit
 from lamina.runtime.unit_gradients import gradient_dtype
@@ -53,6 +53,7 @@ class Reducer:
         self.partials: dict[int, Partial] = {}  # by unit
         self._buffers: dict[str, Tensor] = {}
         self._inboxes: dict[tuple[int, int, bool], Inbox] = {}  # by unit, segment, and whether it lies in its slot
+        self._sendings: dict[tuple[int, int | None, bool], Sending] = {}  # by unit, level, and whether out of its slot
         self._stagings: dict[int, Staging] = {}  # by unit
         self._ways: dict[tuple[int, int], tuple[int | None, int, bool, bool]] = {}  # by unit and target
         self._routes: dict[int, tuple[UnitLayout, DirectRoute | None]] = {}  # by unit, of this layout
@@ -96,6 +97,7 @@ class Reducer:
         if held is None or held.numel() < size_bytes:
             held = self._buffers[role] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
             self._inboxes.clear()  # views of what is replaced
+            self._sendings.clear()
             self._stagings.clear()
         return held[:size_bytes]
 
@@ -261,14 +263,36 @@ class Reducer:
 
     def _send(self, pending: Pending, sources: Sequence[Tensor], stable: bool) -> None:
         """The first exchange, which runs beside what compute does next."""
-        key = pending.unit.index, pending.target
-        first, pending.climbed, pending.replicated, pending.goes_on = self._ways.get(key) or self._find_way(
-            *key, pending
-        )
+        unit, target = pending.unit, pending.target
+        way = self._ways.get((unit.index, target)) or self._find_way(unit.index, target, pending)
+        first, pending.climbed, pending.replicated, pending.goes_on = way
+        key = unit.index, first, pending.slot is not None
+        sending = self._sendings.get(key) if stable else None
         try:
-            self._send_segments(pending, first, sources, stable)
+            if sending is None or sending.layout is not unit.layout:
+                self._send_segments(pending, first, sources, stable)
+                if stable and first is not None:
+                    self._keep_sending(pending, key)
+            else:
+                self.bytes_moved += sending.size_bytes
+                pending.rows = sending.rows.copy()
+                for exchange in sending.exchanges:
+                    pending.works.append(exchange())
         finally:
             self.transport.close()
+
+    def _keep_sending(self, pending: Pending, key: tuple[int, int | None, bool]) -> None:
+        """The next time the same is sent from and to the same places, if all of it arrives in inboxes."""
+        unit, size_bytes = pending.unit, 0
+        exchanges = []
+        for number, segment in enumerate(unit.layout.segments):
+            if segment.trainable:
+                inbox = self._inboxes.get((unit.index, number, pending.slot is not None))
+                if inbox is None:
+                    return
+                exchanges.append(inbox.exchange)
+                size_bytes += segment.numel * self.wire_dtype(segment.compute).itemsize
+        self._sendings[key] = Sending(unit.layout, exchanges, pending.rows.copy(), size_bytes)
 
     def _find_way(self, unit: int, target: int, pending: Pending) -> tuple[int | None, int, bool, bool]:
         """The level of the first exchange, the levels behind it, and whether more is exchanged afterwards."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
+from lamina.core.layout import UnitLayout
 from lamina.core.slots import Slot
 from lamina.runtime.summing import Rows
 from lamina.runtime.unit import Unit
@@ -27,6 +28,16 @@ class Inbox:
 
     exchange: Exchange
     rows: Rows
+
+
+@dataclass
+class Sending:
+    """The first exchanges of a unit's reduction, whose sources and inboxes stay."""
+
+    layout: UnitLayout
+    exchanges: list[Exchange]  # by trainable segment
+    rows: list[Rows]  # by segment
+    size_bytes: int
 
 
 @dataclass

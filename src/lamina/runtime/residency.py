@@ -106,7 +106,8 @@ class Residency:
         slot = unit.slot
         if slot is None or not unit.sharded or slot.pins or unit.kept or self.reducer.wire is not None:
             return None
-        self.gatherer.finish(slot)
+        if slot.state is SlotState.GATHERING:
+            self.gatherer.finish(slot)
         if slot.state is SlotState.WEIGHTS:
             return slot
         if any(other.pins or other.state is not SlotState.EMPTY for other in slot.shares):
@@ -142,10 +143,11 @@ class Residency:
         return False
 
     def _evict_sharing(self, slot: Slot) -> None:
-        empty = SlotState.EMPTY
+        empty, gathering = SlotState.EMPTY, SlotState.GATHERING
         for other in slot.shares:  # a generator costs more than this loop
             if other.state is not empty:
-                self.gatherer.finish(other)
+                if other.state is gathering:
+                    self.gatherer.finish(other)
                 other.to(SlotState.EMPTY)
             if other.freed is not None:
                 self.lanes.gather.wait(other.freed)

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from lamina.core.lanes import Lanes
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
+from lamina.core.parameter_loops import requirements_of
 from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
-from lamina.core.shard_tensor import AS_PLAIN, OWN_ATTRIBUTES, Shard, convert_
+from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
@@ -41,7 +42,8 @@ from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_o
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, Shown, Window, refresh_flat_weights
 
-_is_trainable, _local_of = attrgetter("requires_grad"), attrgetter("_local")
+_local_of = attrgetter("_local")
+_version_of = attrgetter("_version")
 _address_of = Tensor.data_ptr
 
 
@@ -258,8 +260,7 @@ class Unit:
         seen, before = self._followed[slot]
         if seen == freezes and self.communicates:
             return
-        with AS_PLAIN():
-            now = list(map(_is_trainable, self.params))
+        now = requirements_of(self.params)
         if forward and now != before:
             self.refuse_late_thaw()
         self._followed[slot] = freezes, now
@@ -295,11 +296,10 @@ class Unit:
         """
         if not self._untouched():
             self.check_masters()  # it may write to them
-        with AS_PLAIN():
-            requires = list(map(_is_trainable, self.params))
-            if not self.plain and self.was_written():
-                self.note_writes()
-                self.dirty.mark()
+        requires = requirements_of(self.params)
+        if not self.plain and self.was_written():
+            self.note_writes()
+            self.dirty.mark()
         if requires == self.requires:
             return False
         self.requires = requires
@@ -321,7 +321,7 @@ class Unit:
         self._versions = self._count_writes()
 
     def _count_writes(self) -> int:
-        return sum([tensor._version for tensor in (self.masters if self.communicates else self.params)])
+        return sum(map(_version_of, self.masters if self.communicates else self.params))
 
     def _thaw(self, positions: Sequence[int]) -> None:
         """Give parameters that were frozen a place for their gradients; the bytes of the unit stay as they are."""

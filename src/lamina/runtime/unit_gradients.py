@@ -13,7 +13,7 @@ Note [Squares]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, or_
+from operator import attrgetter, is_, or_
 from typing import Any
 
 import torch
@@ -218,12 +218,12 @@ class UnitGradients:
 
     def replace_moved_views(self) -> None:
         """`p.grad.data = ...`, `model.to_empty()` and the like give a view memory of its own: it is the user's then."""
-        if self._locals:
-            at_home = are_same(map(_local_of, self.views), self._locals)
-        else:
+        if not self._locals:
             at_home = self.in_place(range(len(self.views)))
-        if all(at_home):
+        elif all(map(is_, map(_local_of, self.views), self._locals)):
             return
+        else:
+            at_home = are_same(map(_local_of, self.views), self._locals)
         for position, is_at_home in enumerate(at_home):
             if not is_at_home:
                 self.views[position] = self._view(position)
@@ -397,6 +397,8 @@ class UnitGradients:
 
     def forget_pending(self) -> None:
         """There are no sums any more."""
+        if not (self.pending or self.standing):
+            return
         with AS_PLAIN():
             for i, held in self.pending.items():
                 if self.params[i].grad is held:

@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from lamina.runtime.unit import Unit
 
 PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 MAXIMAL_DEPTH = 6
+_SEQUENCES = frozenset([tuple, list])
+_hooks_on = attrgetter("_backward_hooks")
 
 
 class Use:
@@ -162,6 +165,15 @@ class FirstHook:
         return sum(len(hooks) for reference in self.hooks if (hooks := reference()) is not None)
 
 
+def any_beside(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], ends: Iterable[NodeHook], begins: Iterable[NodeHook]
+) -> bool:
+    """Whether `serve_hooks` may have anything to do: several inputs, or hooks of others beside those of one model."""
+    if len(inputs) > 1 or any(map(_hooks_on, outputs)):
+        return True
+    return any(len(hook.handle.hooks_dict_ref()) > 1 for hook in (*ends, *begins))
+
+
 def serve_hooks(
     use: Use,
     inputs: Sequence[Tensor],
@@ -227,7 +239,13 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor], depth: int) -> None:
-    if isinstance(value, Tensor):
+    if type(value) in _SEQUENCES and depth <= MAXIMAL_DEPTH:  # as most of what modules take is: looked at first
+        for item in value:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif depth < MAXIMAL_DEPTH:
+                _collect(item, found, depth + 1)
+    elif isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, PLAIN_LEAVES) or depth > MAXIMAL_DEPTH:
         return
