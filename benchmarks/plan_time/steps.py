@@ -108,12 +108,15 @@ def module_at(path: Path) -> ModuleType:
     return module
 
 
-def forecast(way: str, measured: Measured, machine: Machine, world: int, before_bytes: int = 0) -> float:
+def forecast(
+    way: str, measured: Measured, machine: Machine, world: int, before_bytes: int = 0, is_todays: bool = False
+) -> float:
     """ms of a step; `before_bytes`: that the row's runtime moved once a step and today's does not, an owned element."""
     reached, captured, compiled = Reached(), way.endswith("-captured"), way.endswith("-compiled")
     transport = "peer" if "peer" in way else "c10d"
-    # all rows are of runtimes that laid gradients out over peers as well
-    choice = Choice("zero3", world, transport=transport, captured=captured, compiled=compiled, gradients="laid out")
+    gradients = "auto" if is_todays else "laid out"  # runtimes of before laid them out over peers as well
+    choice = Choice("zero3", world, transport=transport, captured=captured, compiled=compiled, gradients=gradients)
+    choice = dataclasses.replace(choice, recompute=measured.recompute)
     more_bytes = measured.numel / world * before_bytes
     if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
@@ -124,12 +127,15 @@ def forecast(way: str, measured: Measured, machine: Machine, world: int, before_
 
 
 @functools.cache
-def measured_model(size: str, tokens: int) -> Measured:
+def measured_model(size: str, tokens: int, recompute: str = "none", is_todays: bool = False) -> Measured:
     """gpu_step's model of this size, by what it asks for on meta."""
     with torch.device("meta"):
         model: nn.Module = module_at(BENCHMARKS / "gpu_step" / "model.py").Model(size)
-    found = measure(model, tokens // SEQ, SEQ, precision=lamina.Precision(compute=torch.bfloat16, keep=()))
-    # all rows of more than one GPU are of runtimes that gathered embeddings for their backward as well
+    precision = lamina.Precision(compute=torch.bfloat16, keep=())
+    found = measure(model, tokens // SEQ, SEQ, precision=precision, recompute=recompute)
+    if is_todays:
+        return found
+    # runtimes of before gathered embeddings for their backward as well
     units = tuple(dataclasses.replace(unit, is_lookup=False) for unit in found.workload.units)
     return dataclasses.replace(found, workload=dataclasses.replace(found.workload, units=units))
 
@@ -139,15 +145,19 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
         data = json.loads(path.read_text())
         found = re.search(r"--tokens (\d+)", data["command"])
         tokens = int(found[1]) if found else 8192
-        size, gpus = re.search(r"(1b|experts)_", path.name), re.search(r"_(\d)x", path.name)
-        assert size is not None and gpus is not None, f"{path.name}: only rows of 1b and experts have been read so far"
-        measured = measured_model(size[1], tokens)
+        size, gpus = re.search(r"(1b|3b|experts)_", path.name), re.search(r"_(\d)x", path.name)
+        assert size is not None and gpus is not None, f"{path.name}: no size or number of GPUs that is known"
+        is_todays, recompute = (
+            path.name.startswith("interleaved"),
+            "full" if "--recompute" in data["command"] else "none",
+        )
+        measured = measured_model(size[1], tokens, recompute, is_todays)
         card = "h200" if "H200" in data["card"] else "h100"
         for row in data["rows"] if card in machines else ():
             way = row["way"]
             if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
                 more_bytes = 0 if "bound" in way else BEFORE.get(path.stem, (0, 0))["peer" in way]
-                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes)
+                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes, is_todays)
                 name = path.stem if gpus[1] != "1" else f"{path.stem}, {size[1]}, one GPU"
                 yield Step(name, card, tokens, way, row["ms"], ms, more_bytes)
 
