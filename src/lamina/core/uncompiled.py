@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from lamina.errors import ShardOpError
+from lamina.errors import LaminaError, ShardOpError
 
 F = TypeVar("F")
 REASON = (
@@ -72,11 +72,14 @@ def at_the_end_of_backward(act: Callable[[int], None], task: int) -> None:
     Variable._execution_engine.queue_callback(functools.partial(_call, act, task))
 
 
-class Traced(ShardOpError, NotImplementedError):
-    """The compiler takes the second kind for an operation that it has to leave to the interpreter."""
+class Traced(LaminaError, NotImplementedError):
+    """The compiler takes the second kind for an operation that it has to leave to the interpreter.
+
+    It is no TypeError, which operators of tensors take for "try the other operand".
+    """
 
 
-def untraced(error: ShardOpError) -> ShardOpError:
+def untraced(error: ShardOpError) -> LaminaError:
     """The error of an operation; while it is only traced, one that lets the interpreter say it."""
     return error if torch._guards.detect_fake_mode() is None else Traced(str(error))
 
