@@ -122,29 +122,6 @@ def llama_recomputed() -> nn.Module:
     return model
 
 
-def whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    sizes = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            vocab_size=WORDS,
-            d_model=32,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            num_mel_bins=8,
-            max_source_positions=20,
-            max_target_positions=20,
-            decoder_start_token_id=1,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            use_cache=False,
-            **sizes,
-        )
-    ).double()
-
-
 def with_lora(model: Any, **choices: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -164,10 +141,6 @@ def recomputed_with_lora() -> nn.Module:
 def of_language(model: Any, step: int, part: Part) -> Tensor:
     tokens = part(words(step))
     return model(input_ids=tokens, labels=tokens).loss
-
-
-def of_speech(model: Any, step: int, part: Part) -> Tensor:
-    return model(input_features=part(numbers(step, 8, 40)), labels=part(words(step, 8))).loss
 
 
 def generates_the_same(model: Any, alone: Any) -> None:
@@ -267,7 +240,6 @@ CASES: dict[str, Case] = {
     "transformers: Llama over peers": Case(llama, of_language, {"transport": "peer"}),
     "transformers: Llama, its own checkpointing": Case(llama_recomputed, of_language),
     "transformers: Llama, generates between steps": Case(llama, of_language, before_step=generates_the_same),
-    "transformers: Whisper": Case(whisper, of_speech),
     "peft: LoRA on two projections": Case(lambda: with_lora(llama(), target_modules=["q_proj", "v_proj"]), of_language),
     "peft: LoRA everywhere, checkpointing": Case(recomputed_with_lora, of_language),
     "timm: ViT": Case(vit, of_images(32)),
