@@ -78,7 +78,6 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
 
     torch.set_num_threads(1)
     _seed_no_missing_devices()
-    dist.distributed_c10d.ProcessGroupGloo = _OneLoop()  # type: ignore[attr-defined]
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     global _threads
@@ -120,31 +119,6 @@ def _let_threads_finish() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox that does not allow it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-class _OneLoop:
-    """In place of `ProcessGroupGloo`: groups whose connections are looked after by one thread.
-
-    Each group would start one, which wakes a hundred times a second whether there is something to do or not: with a
-    dozen groups, a quarter of what a rank costs.
-    """
-
-    def __init__(self) -> None:
-        from torch.distributed import ProcessGroupGloo
-
-        self._kind: Any = ProcessGroupGloo
-        self._device = ProcessGroupGloo.create_default_device()
-
-    def __call__(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        options = self._kind._Options()
-        options._devices, options._threads, options._timeout = [self._device], THREADS_OF_A_GROUP, timeout
-        return self._kind(store, rank, size, options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kind, name)
-
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, self._kind)
 
 
 def _seed_no_missing_devices() -> None:
