@@ -82,7 +82,7 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     global _threads
     deadline = time.monotonic() + 10.0
-    while (_threads := _gloo_threads() - 1) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
+    while (_threads := _gloo_threads()) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
         time.sleep(1e-3)  # a thread has its name once it has run
     gc.collect()
     gc.freeze()  # torch's own objects need not be looked at after every call
@@ -147,8 +147,8 @@ def _answer(call: Call) -> Answer:
 
 
 _modules = 0  # how many were imported when `_set_aside` last acted
-THREADS_OF_A_GROUP = 2
-_threads = 0  # of Gloo's, in one group, without the one that looks after the connections of all
+THREADS_OF_A_GROUP = 3  # torch's two, and Gloo's that looks after the connections
+_threads = 0  # of Gloo's, in one group
 
 
 def _set_aside() -> None:
@@ -160,7 +160,7 @@ def _set_aside() -> None:
     import torch.distributed as dist
 
     global _modules
-    if len(sys.modules) > _modules and _has_gloo_threads(1 + _threads * len(dist.distributed_c10d._world.pg_map)):
+    if len(sys.modules) > _modules and _has_gloo_threads(_threads * len(dist.distributed_c10d._world.pg_map)):
         _modules = len(sys.modules)
         gc.freeze()
 

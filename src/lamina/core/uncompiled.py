@@ -5,8 +5,8 @@ operations on shards. The compiler would follow them into bookkeeping that it ca
 among the operations that it traces would be dropped: nothing seems to read what it writes. So what torch calls here is
 not compiled, nor anything below it, and an operation that waits for other ranks ends what is compiled before it.
 
-`torch.compiler.disable` would import the compiler, which takes seconds; `torch.library` and its like have no word for
-an operation of a tensor type.
+`torch.compiler.disable` would import the compiler, which takes seconds; custom operators of torch have no word for an
+operation of a tensor type.
 """
 
 from __future__ import annotations
