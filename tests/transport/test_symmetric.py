@@ -35,9 +35,7 @@ class SharedFiles:
         names: list[Any] = [None] * pg.size()
         dist.all_gather_object(names, own.path, group=pg)  # type: ignore[attr-defined]
         self.buffers = [map_file(name, own.numel()) for name in names]
-        self.groups = {
-            c: dist.new_group(dist.get_process_group_ranks(pg), use_local_synchronization=True) for c in (0, 1)
-        }
+        self.groups = {channel: group_like(pg) for channel in (0, 1)}
         self.met: list[int] = []
 
     def get_buffer(self, place: int, shape: tuple[int], dtype: torch.dtype) -> Tensor:
@@ -46,6 +44,19 @@ class SharedFiles:
     def barrier(self, channel: int) -> None:
         self.met.append(channel)
         dist.barrier(self.groups[channel])
+
+
+def group_like(pg: dist.ProcessGroup) -> Any:
+    """Another group of the same ranks. Collective over the world.
+
+    A group that its members make by themselves is named by how many groups a rank has: by a name that was there before
+    torch's store gives the addresses of a group that is gone, and ranks wait for each other for ever.
+    """
+    mine = dist.get_process_group_ranks(pg)
+    theirs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    made = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(map(tuple, theirs)))}
+    return made[tuple(mine)]
 
 
 def map_file(name: str, numel: int) -> Tensor:
