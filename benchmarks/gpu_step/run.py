@@ -15,6 +15,7 @@ the learning rate at every step and clip at 1.0 (not with `--unclipped`).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -95,6 +96,7 @@ class Way:
 def child(options: argparse.Namespace) -> None:
     """What every rank of a way runs: turns, as the store says."""
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     store = dist.TCPStore("127.0.0.1", options.port, is_master=False, timeout=HOUR)
     dist.init_process_group("cuda:nccl,cpu:gloo" if DEVICE == "cuda" else "gloo")
     way = Way(options.way, job_of(options), options.steps)
@@ -119,6 +121,7 @@ class Runner:
     store: dist.TCPStore
     turns: int = 0
     is_well: bool = True
+    is_asked: bool = False  # a turn was given and has not ended
     rounds: dict[int, dict] = field(default_factory=dict)
     row: dict = field(default_factory=dict)
 
@@ -127,14 +130,32 @@ class Runner:
         key = f"{self.name} {self.turns}"
         self.turns += 1
         self.store.set(key, what)
-        while what != "end" and self.is_well:
+        self.is_asked = what != "end"
+        while self.is_asked and self.is_well:
             if self.store.check([f"{key} done"]):
+                self.is_asked = False
                 return json.loads(self.store.get(f"{key} done"))
             self.is_well = self.process.poll() is None
             time.sleep(0.01)
-        if what != "end":
-            print(f"{self.name}: failed in `{what}`\n{self.output.read_text()[-3000:]}", flush=True)
+        if self.is_asked:
+            self.is_asked = False
+            print(f"{self.name}: failed in `{what}`\n{self.last_lines()}", flush=True)
         return {}
+
+    def last_lines(self) -> str:
+        return self.output.read_text()[-6000:]
+
+    def finish(self) -> None:
+        """Where a turn was ended from outside, says what the ranks were doing."""
+        if self.is_asked:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.is_asked:
+            print(f"{self.name}: had not ended its turn\n{self.last_lines()}", flush=True)
 
     def finished_row(self) -> dict:
         ms = [found["ms"] for found in self.rounds.values()]
@@ -183,14 +204,10 @@ def measure(names: list[str], options: argparse.Namespace, done: list[dict]) -> 
                 save(done + rows, options)
         finally:
             for runner in runners:
-                if runner.is_well:
+                if runner.is_well and not runner.is_asked:
                     runner.turn("end")
             for runner in runners:
-                try:
-                    runner.process.wait(timeout=20)
-                except subprocess.TimeoutExpired:
-                    runner.process.terminate()
-                    runner.process.wait()
+                runner.finish()
     return rows
 
 

@@ -6,6 +6,7 @@ Each way of gpu_step that a forecast can say something about is forecast from wh
 for the machine file of the card that the row was measured on (`--machine`: what `lamina doctor` wrote on such a card):
 
     lamina, lamina-peer     zero3 over two GPUs, by collectives or by copies
+    lamina-ddp, ...         other strategies, by collectives
     ...-captured            the same as one CUDA graph: no host, what a kernel costs the device stays
     bound                   the same without anything that moves, and without the runtime's host time; its optimizer is
                             torch's, with casts, clipping and copies of its own: bytes counted from gpu_step/run.py
@@ -46,7 +47,8 @@ from lamina.train.planned import token_loss
 BENCHMARKS = Path(__file__).parents[1]
 DIFFERENT = 0.05  # steps nearer than this have no order
 SEQ = 2048
-KNOWN = ("bound", "lamina", "lamina-peer")
+STRATEGIES = {f"lamina-{name}": name for name in ("ddp", "zero1", "zero2")}
+KNOWN = ("bound", "lamina", "lamina-peer", *STRATEGIES)
 TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -57,7 +59,7 @@ TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
     "tie_word_embeddings": True,
 }
 # bound, bytes an owned element: gradients to fp32 6, their norm 4, clipping 8, AdamW 28, weights to bf16 6
-BOUND_BYTES = 52
+BOUND_BYTES, BOUND_CLIPS_BYTES = 52, 12
 # files in the order of their runtimes, with what those moved once a step and today's does not: by c10d, over peers
 BEFORE = {
     "nccl_1b_2xH100": (8, 0),
@@ -73,6 +75,10 @@ BEFORE = {
     "captured_1b_2048_2xH200": (0, 0),
     "published_in_the_step_1b_2xH200": (0, 0),
     "experts_1xH200": (0, 0),
+    "interleaved_1b_2xH200": (0, 0),
+    "interleaved_compiled_1b_2xH200": (0, 0),
+    "interleaved_recompute_3b_2xH200": (0, 0),
+    "interleaved_1b_2048_2xH200": (0, 0),
 }
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
 
@@ -82,6 +88,7 @@ class Step:
     """One measured step and its forecast."""
 
     file: str
+    job: str  # model and what else makes it another step: "1b", "3b, recomputed", "1b, one GPU"
     card: str
     tokens: int  # of one GPU
     way: str
@@ -92,8 +99,11 @@ class Step:
     @property
     def what(self) -> tuple[str, int, str, str]:
         """The same in rows of another runtime."""
-        model = self.file.partition(", ")[2]  # of one GPU
-        return self.card, self.tokens, self.way, model
+        return self.card, self.tokens, self.way, self.job
+
+    @property
+    def is_of_the_host(self) -> bool:
+        return self.tokens == 2048 and not self.way.endswith("-captured")
 
     @property
     def error(self) -> float:
@@ -109,19 +119,28 @@ def module_at(path: Path) -> ModuleType:
 
 
 def forecast(
-    way: str, measured: Measured, machine: Machine, world: int, before_bytes: int = 0, is_todays: bool = False
+    way: str,
+    measured: Measured,
+    machine: Machine,
+    world: int,
+    before_bytes: int = 0,
+    is_todays: bool = False,
+    micro_batches: int = 1,
+    clips: bool = True,
 ) -> float:
     """ms of a step; `before_bytes`: that the row's runtime moved once a step and today's does not, an owned element."""
     reached, captured, compiled = Reached(), way.endswith("-captured"), way.endswith("-compiled")
     transport = "peer" if "peer" in way else "c10d"
     gradients = "auto" if is_todays else "laid out"  # runtimes of before laid them out over peers as well
-    choice = Choice("zero3", world, transport=transport, captured=captured, compiled=compiled, gradients=gradients)
-    choice = dataclasses.replace(choice, recompute=measured.recompute)
+    strategy = STRATEGIES.get(way, "zero3")
+    choice = Choice(strategy, world, transport=transport, captured=captured, compiled=compiled, gradients=gradients)
+    choice = dataclasses.replace(choice, recompute=measured.recompute, accumulation=micro_batches)
     more_bytes = measured.numel / world * before_bytes
     if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
         choice = dataclasses.replace(choice, world=1, compute_bytes=4)
-        more_bytes = measured.numel / world * BOUND_BYTES - measured.numel * (READ + 2 * UPDATED)
+        bound_bytes = BOUND_BYTES if clips else BOUND_BYTES - BOUND_CLIPS_BYTES
+        more_bytes = measured.numel / world * bound_bytes - measured.numel * (READ + 2 * UPDATED)
     ms = forecast_time(measured.workload, choice, machine, reached).total_ms
     return ms + Rates(machine, reached).memory_ms(more_bytes)
 
@@ -143,23 +162,26 @@ def measured_model(size: str, tokens: int, recompute: str = "none", is_todays: b
 def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
     for path in sorted((BENCHMARKS / "gpu_step" / "results").glob("*.json")):
         data = json.loads(path.read_text())
-        found = re.search(r"--tokens (\d+)", data["command"])
+        command = data["command"]
+        found = re.search(r"--tokens (\d+)", command)
         tokens = int(found[1]) if found else 8192
-        size, gpus = re.search(r"(1b|3b|experts)_", path.name), re.search(r"_(\d)x", path.name)
+        size, gpus = re.search(r"(1b|3b|8b|experts)_", path.name), re.search(r"_(\d)x", path.name)
         assert size is not None and gpus is not None, f"{path.name}: no size or number of GPUs that is known"
-        is_todays, recompute = (
-            path.name.startswith("interleaved"),
-            "full" if "--recompute" in data["command"] else "none",
-        )
+        micro_batches = re.search(r"--micro-batches (\d+)", command)
+        recompute = "full" if "--recompute" in command else "none"
+        job = {"micro_batches": int(micro_batches[1]) if micro_batches else 1, "clips": "--unclipped" not in command}
+        named = size[1] + ", recomputed" * (recompute == "full") + ", one GPU" * (gpus[1] == "1")
+        named += f", {micro_batches[1]} micro-batches" if micro_batches else ""
+        named += "" if job["clips"] else ", unclipped"
+        is_todays = "rounds_ms" in data["rows"][0]  # ways have taken turns since this runtime
         measured = measured_model(size[1], tokens, recompute, is_todays)
         card = "h200" if "H200" in data["card"] else "h100"
         for row in data["rows"] if card in machines else ():
             way = row["way"]
             if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
                 more_bytes = 0 if "bound" in way else BEFORE.get(path.stem, (0, 0))["peer" in way]
-                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes, is_todays)
-                name = path.stem if gpus[1] != "1" else f"{path.stem}, {size[1]}, one GPU"
-                yield Step(name, card, tokens, way, row["ms"], ms, more_bytes)
+                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes, is_todays, **job)
+                yield Step(path.stem, named, card, tokens, way, row["ms"], ms, more_bytes)
 
 
 def of_parts(machine: Machine) -> Iterator[Step]:
@@ -169,7 +191,7 @@ def of_parts(machine: Machine) -> Iterator[Step]:
             way, size, tokens = row["way"], row["size"], row["tokens"]
             if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
                 ms = forecast(way, measured_model(size, tokens), machine, 1)
-                yield Step(f"{name}, {size}, one GPU", "h200", tokens, way, row["ms"], ms)
+                yield Step(name, f"{size}, one GPU", "h200", tokens, way, row["ms"], ms)
 
 
 def of_train(machine: Machine) -> Iterator[Step]:
@@ -187,7 +209,16 @@ def of_train(machine: Machine) -> Iterator[Step]:
         rates = sorted(row["tokens_per_s"] for row in data[way])
         ms = forecast_time(measured.workload, Choice("zero3", 1, compiled=way == "compiled"), machine).total_ms
         seen_ms = tokens / rates[len(rates) // 2] * 1e3
-        yield Step("train/one_h200", "h200", tokens, f"lamina train, {way}", seen_ms, ms + more_ms, more_bytes)
+        yield Step(
+            "train/one_h200",
+            "Llama, one GPU",
+            "h200",
+            tokens,
+            f"lamina train, {way}",
+            seen_ms,
+            ms + more_ms,
+            more_bytes,
+        )
 
 
 def one_gpu(machine: Machine) -> Iterator[Step]:
@@ -196,19 +227,21 @@ def one_gpu(machine: Machine) -> Iterator[Step]:
 
 
 def report(steps: list[Step]) -> str:
-    lines = ["| file | tokens a GPU | way | more, bytes | later | measured, ms | forecast, ms | error |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["| file | model | tokens a GPU | way | more, bytes | later | measured, ms | forecast, ms | error |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     steps = sorted(steps, key=lambda s: list(BEFORE).index(s.file) if s.file in BEFORE else len(BEFORE))
     latest = list({s.what: s for s in steps}.values())
     for s in steps:
         later = "" if any(s is one for one in latest) else "yes"
         note = " (`unit_host_ms` is from it)" if (s.file, s.way) == SET_FROM else ""
         times = f"{s.measured_ms:.1f} | {s.forecast_ms:.1f} | {s.error:+.1%}"
-        lines.append(f"| {s.file} | {s.tokens} | {s.way}{note} | {s.more_bytes or ''} | {later} | {times} |")
+        lines.append(f"| {s.file} | {s.job} | {s.tokens} | {s.way}{note} | {s.more_bytes or ''} | {later} | {times} |")
     for title, chosen in (
-        ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer") and "one GPU" not in s.file]),
-        ("one GPU, 1.27 B and 3 B", [s for s in steps if s.file.endswith("b, one GPU")]),
-        ("one GPU, 64 experts of odd sizes", [s for s in steps if s.file.endswith("experts, one GPU")]),
+        ("lamina on two GPUs", [s for s in steps if s.way in ("lamina", "lamina-peer") and "one GPU" not in s.job]),
+        ("one GPU, 1.27 B and 3 B", [s for s in steps if s.job in ("1b, one GPU", "3b, one GPU")]),
+        ("64 experts of odd sizes", [s for s in steps if s.job.startswith("experts")]),
+        ("other strategies", [s for s in steps if s.way in STRATEGIES]),
+        ("at 2048 tokens, eager: hosts", [s for s in steps if s.is_of_the_host]),
         ("captured", [s for s in steps if s.way.endswith("-captured")]),
         ("compiled", [s for s in steps if s.way.endswith("compiled")]),
         ("bound", [s for s in steps if s.way == "bound"]),
