@@ -4,14 +4,15 @@ python benchmarks/plan_memory/compare.py                                 # resul
 python benchmarks/plan_memory/compare.py benchmarks/plan_memory/results/NAME.json
 
 The jobs of gpu_step build their model on the device before they shard it, and have a communicator of their own, whose
-size is what the unsharded loop of the same run takes beside its context. Rows of gradients that kept their memory, and
-captured steps, are other programs: left out.
+size is what the unsharded loop of the same run, or of the core run on that machine, takes beside its context. Rows of
+gradients that kept their memory, and captured steps, are other programs: left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,13 @@ from lamina.planner.workload import Choice
 
 GIB = 1 << 30
 HERE = Path(__file__).parent
-GPU_STEP = {"nccl_1b_2xH100_second": 8192, "peer_1b_2xH200": 8192, "peer_1b_2048_2xH200": 2048}  # tokens a GPU
+BEFORE = ("nccl_1b_2xH100_second", "peer_1b_2xH200", "peer_1b_2048_2xH200")  # runtimes that did not give back
+TODAY = ("core_1b_2xH200", "strategies_1b_2xH200", "eager_1b_2048_2xH200", "recompute_3b_2xH200", "recompute_8b_2xH200")
+WAYS = {  # of gpu_step, as strategy and transport
+    "lamina": ("zero3", "c10d"),
+    "lamina-peer": ("zero3", "peer"),
+    **{f"lamina-{strategy}": (strategy, "c10d") for strategy in ("ddp", "zero1", "zero2")},
+}
 
 
 class Found(NamedTuple):
@@ -45,7 +52,9 @@ class Found(NamedTuple):
     allocated: float
     reserved: float
     used: float
-    given: bool = False
+    transport: str = "c10d"
+    given: bool = False  # the model lay on the device
+    gives_back: bool = False  # the runtime gives that memory back
     own_bytes: int = 0  # of a communicator of the job's
 
 
@@ -63,13 +72,20 @@ def own_rows(path: Path) -> Iterator[Found]:
 
 
 def gpu_step_rows() -> Iterator[Found]:
-    for name, tokens in GPU_STEP.items():
+    loop: dict[str, float] = {}
+    for name in (*BEFORE, *TODAY):
         data = json.loads((HERE.parent / "gpu_step" / "results" / f"{name}.json").read_text())
         by_way = {entry["way"]: entry for entry in data["rows"]}
-        machine, loop = machine_of(data["card"]), by_way["reference"]
+        machine, loop = machine_of(data["card"]), by_way.get("reference", loop)
         own_bytes = int((loop["used_gib"] - loop["reserved_gib"]) * GIB - machine.fixed_bytes)
-        sizes = (by_way["lamina"][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
-        yield Found(Row("1b", tokens, "zero3", "none"), 2, machine, *sizes, given=True, own_bytes=own_bytes)
+        tokens, size = re.search(r"--tokens (\d+)", data["command"]), re.search(r"_(\db)_", name)
+        assert size is not None
+        recompute = "full" if "--recompute" in data["command"] else "none"
+        for way, (strategy, transport) in WAYS.items():
+            if way in by_way and not (name in BEFORE and transport == "peer"):
+                row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
+                sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
+                yield Found(row, 2, machine, *sizes, transport, True, name in TODAY, own_bytes)
 
 
 def machine_of(card: str) -> Machine:
@@ -79,17 +95,19 @@ def machine_of(card: str) -> Machine:
 def line(found: Found) -> str:
     row = found.row
     model = measured(row.size, row.tokens, row.recompute)
-    choice = Choice(row.strategy, found.gpus, recompute=row.recompute, wire=wire_of(row))
+    choice = Choice(row.strategy, found.gpus, recompute=row.recompute, wire=wire_of(row), transport=found.transport)
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
-    run = reserve(model, forecast.state, resolve(row.strategy, found.gpus), given=found.given, gives_back=False)
+    factors = resolve(row.strategy, found.gpus)
+    run = reserve(model, forecast.state, factors, given=found.given, gives_back=found.gives_back)
     assert run is not None
     pairs = (
         (run.allocated_bytes, found.allocated),
         (run.reserved_bytes, found.reserved),
         (run.reserved_bytes + beside_bytes + found.own_bytes, found.used),
     )
-    where = f"{found.gpus} x {found.machine.name}" + (", built on the device" if found.given else "")
+    where = f"{found.gpus} x {found.machine.name}"
+    where += f", `{found.transport}`, built on the device" if found.given else ""
     figures = (f"{forecast / GIB:.2f} / {seen:.2f} ({forecast / GIB / seen - 1:+.1%})" for forecast, seen in pairs)
     return "| " + " | ".join([where, *map(str, row), *figures]) + " |"
 
