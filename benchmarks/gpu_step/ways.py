@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -295,6 +296,47 @@ def lamina_way(
     return step
 
 
+def lamina_without_blocks(job: Job) -> Step:
+    """`c10d` whose gathers NCCL makes by copy engines: slots in memory that it has registered, and a gather lane of the
+    zero-CTA policy (NCCL 2.28 and later; https://docs.pytorch.org/docs/stable/distributed.html). An experiment."""
+    from lamina.core import groups
+    from lamina.runtime import api
+
+    make, options, place = groups.GroupMaker._group, groups._nccl_options, api.place_slots
+    lanes: list[str] = []
+
+    def noting_lane(maker: Any, ranks: Any, lane: str, *more: Any) -> Any:
+        lanes.append(lane)
+        return make(maker, ranks, lane, *more)
+
+    def by_lane() -> Any:
+        made = options()
+        if lanes[-1] == "gather":
+            made.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        return made
+
+    def in_registered_memory(units: Any, packing: Any, device: torch.device) -> Tensor:
+        group = next(unit.mesh.gather[0].pg for unit in units if not unit.plain)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # the communicator is made by its first call
+        backend = group._get_backend(device)
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            arena = place(units, packing, device)
+        backend.register_mem_pool(pool, symm=True)
+        POOLS.append(pool)
+        return arena
+
+    with (
+        patch.object(groups.GroupMaker, "_group", noting_lane),
+        patch.object(groups, "_nccl_options", by_lane),
+        patch.object(api, "place_slots", in_registered_memory),
+    ):
+        return lamina_way(job)
+
+
+POOLS: list[Any] = []  # live as long as the process
+
+
 def _micro_batch(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
     import lamina
 
@@ -310,6 +352,7 @@ BUILDERS: dict[str, Callable[[Job], Step]] = {
     "ddp": ddp,
     "megatron": megatron_fsdp,
     "lamina": lamina_way,
+    "lamina-without-blocks": lamina_without_blocks,
     "lamina-auto": lambda job: lamina_way(job, transport="auto"),
     "lamina-peer": lambda job: lamina_way(job, transport="peer"),
     "lamina-peer-halves": lambda job: lamina_way(job, transport="peer", halves=True),
