@@ -232,7 +232,19 @@ def megatron_fsdp(job: Job) -> Step:
     model, optimizer = fully_shard(
         model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=3, mixed_precision_policy=policy
     )
-    return training_step(job, model, optimizer, lambda is_last: nullcontext() if is_last else model.no_sync())
+    no_sync = lambda is_last: nullcontext() if is_last else model.no_sync()  # noqa: E731
+    return training_step(job, model, optimizer, no_sync, clip=partial(clip_by_parts, optimizer, 1.0))
+
+
+def clip_by_parts(optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    """Gradients are DTensors of which a rank may have none: torch's clipping would meet other ranks once for each."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parts = [grad.to_local() for grad in gradients]
+    squares = torch.zeros((), device=DEVICE)
+    if parts:
+        squares += torch.stack(torch._foreach_norm(parts)).square().sum()
+    dist.all_reduce(squares)
+    torch._foreach_mul_(parts, (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0))
 
 
 def training_step(

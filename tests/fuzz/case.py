@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamina
 from fuzz.leaves import Leaves
 from fuzz.models import RandomModel
 from fuzz.sides import Sides, draw_sides
+from fuzz.wider import WIDER_FROM, Wider, draw_wider
 from gpu.cards import take_card
 from lamina.runtime import direct
 
@@ -124,6 +127,7 @@ class Case:
     acts: tuple[tuple[str, ...], ...]  # before each step
     sides: Sides | None = None
     penalty: str = ""  # over parameters, outside the forward: "before" or "behind" it in one loss, or "alone"
+    wider: Wider = Wider()
 
     @property
     def features(self) -> frozenset[str]:
@@ -137,6 +141,7 @@ class Case:
         found |= {name for name, drawn in (("clipping", self.clip), ("late", self.late is not None)) if drawn}
         found |= self.sides.features if self.sides else set()
         found |= {f"penalty {self.penalty}"} if self.penalty else set()
+        found |= self.wider.features
         return frozenset(found | ({"two forwards"} if self.forwards > 1 else set()))
 
     @property
@@ -200,7 +205,8 @@ def draw_case(seed: int, ranks: int, layers: frozenset[str] = frozenset()) -> Ca
         # weights change on the quick ranks while the late one still evaluates
         pairs = [(hurry.choice(["evaluate", "infer"]), hurry.choice(["scale", "load"])) for _ in range(STEPS)]
         case = replace(case, late=hurry.randrange(world), acts=tuple(pairs))
-    return _draw_sides(_draw_more(case, random.Random(f"more {seed}")), layers)
+    case = _draw_sides(_draw_more(case, random.Random(f"more {seed}")), layers)
+    return _draw_wider(case, layers) if seed >= WIDER_FROM else case
 
 
 def _draw_more(case: Case, draw: random.Random) -> Case:
@@ -234,6 +240,45 @@ def _draw_sides(case: Case, layers: frozenset[str]) -> Case:
         act = draw.choice(["strand", "strand", "outdate"])
         case = replace(case, acts=tuple((*acts, act) if n == step else acts for n, acts in enumerate(case.acts)))
     return case
+
+
+def _draw_wider(case: Case, layers: frozenset[str]) -> Case:
+    """Half of the jobs stay as they are."""
+    draw = random.Random(f"wider {case.seed}")
+    if draw.random() < 0.5:
+        return case
+    wider, acts = draw_wider(draw, case.world, STEPS, case.micro_batches)
+    if case.optimizer == "adagrad" and wider.optimizers == "late":  # torch makes its states in the constructor only
+        wider = replace(wider, optimizers="turns")
+    if wider.optimizers == "late":  # torch's schedulers count the groups that there are at first
+        wider = replace(wider, schedule="")
+    is_clipped_in_step = case.precision == "bf16, halves" and case.optimizer == "flat" and case.clip == 2.0
+    if is_clipped_in_step or "Mixed" in layers or wider.optimizers not in ("one", "groups"):
+        wider = replace(wider, overflow=None, unscales=True)  # torch cannot unscale complex gradients, or none at all
+    if case.penalty or {"strand", "outdate"} & {act for acts in case.acts for act in acts}:
+        wider = replace(wider, batches=())
+    if case.hooks or case.sides or wider.batches:
+        acts = {step: act for step, act in acts.items() if act != "twin"}
+    drawn = {act for some in case.acts for act in some}
+    if wider.optimizers == "late" and drawn & {"strand", "outdate", "give_up", "fail"}:
+        wider = replace(wider, optimizers="ends")  # which clear gradients that are still to come
+    units = "tree" if draw.random() < 0.25 else case.units
+    every = tuple((*some, acts[n]) if n in acts else some for n, some in enumerate(case.acts))
+    return replace(case, acts=every, units=units, wider=wider)
+
+
+def moved(case: Case, number: int, layers: frozenset[str]) -> Case:
+    """The same job in another layout."""
+    ranks = case.world if case.grid is None else math.prod(case.grid[0])
+    other = draw_case(-(case.seed + number) - 1, ranks, layers)
+    new = replace(case, slots=other.slots, debug=other.debug, units=other.units)
+    if case.precision != "bf16, halves":  # which not every layout has
+        new = replace(new, transport=other.transport, replicate=other.replicate)
+        if not case.wider.batches or other.world == case.world:
+            new = replace(new, grid=other.grid, world=other.world, strategy=other.strategy)
+    if case.sides is None:
+        new = replace(new, recompute=other.recompute)
+    return replace(new, late=None if case.late is None else case.late % new.world)
 
 
 def _may_be_halved(case: Case) -> bool:
@@ -285,6 +330,12 @@ def units_of(case: Case, model: RandomModel) -> Any:
         return list(kinds)
     if case.units == "nested":
         return [*blocks, *(m.deep for block in blocks for m in block.modules() if isinstance(m, Leaves))]
+    if case.units == "tree":
+        draw = random.Random(f"tree {case.seed}")
+        inner = [
+            m for m in model.blocks.modules() if not isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
+        ]
+        return [m for m in inner if draw.random() < 0.5] or "auto"
     if case.units == "groups":
         return [list(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
     return list(blocks)

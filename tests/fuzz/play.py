@@ -7,10 +7,11 @@ the job does what users do: evaluations, edits, freezing, loads, errors that are
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,9 +24,12 @@ from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_cas
 from fuzz.hooks import add_hooks
 from fuzz.layers import WIDTH, Skipped, has_reentrant
 from fuzz.models import RandomModel
+from fuzz.moves import move
 from fuzz.plain import Plain
 from fuzz.sides import Keeper, Losses, begin_step, deviation_of_all
 from fuzz.stranded import outdate, strand
+from fuzz.trainer import Trainer
+from fuzz.twins import average, twin
 from lamina.runtime.assemble import RUNTIMES
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
@@ -41,38 +45,36 @@ def case_of(seed: int, ranks: int) -> Case:
     return case
 
 
-def make_optimizer(
-    kind: str, params: Sequence[Tensor], is_reference: bool, max_norm: float | None = None
-) -> torch.optim.Optimizer:
-    """`max_norm`: of lamina's own."""
-    if kind == "sgd":
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-    if kind == "adagrad":
-        return torch.optim.Adagrad(params, lr=0.05, eps=1e-3)
-    if kind == "rmsprop":
-        return torch.optim.RMSprop(params, lr=1e-2, eps=1e-2, momentum=0.5)
-    if kind == "nadam":
-        return torch.optim.NAdam(params, lr=1e-2, eps=1e-3)
-    if kind == "amsgrad":
-        return torch.optim.Adam(params, lr=1e-2, eps=1e-3, amsgrad=True)
-    options = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
-    if kind == "flat" and not is_reference:
-        return lamina.optim.AdamW(params, **options, max_norm=max_norm)
-    return torch.optim.AdamW(params, **options, foreach=kind == "foreach")
-
-
 class Job:
     """The sharded model of this rank, and the plain one."""
 
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device, scheme = case, device, case.scheme
         self.draw, self.failures = random.Random(f"job {case.seed}"), random.Random(f"failures {case.seed}")
-        mesh, self.rank = place_on(case.grid, dist.get_rank(), device)
-        self.reference, model = Plain(case.seed, scheme, device), RandomModel(case.seed, scheme.born).to(device)
+        self.reference, self.keepers = Plain(case.seed, scheme, device), dict[nn.Module, Keeper]()
         self.plain = self.reference.masters
-        self.keepers = {each: Keeper(each, case.sides) for each in (model, self.reference.model) if case.sides}
+        if case.sides:
+            self.keepers[self.reference.model] = Keeper(self.reference.model, case.sides)
+        for moment in ("before", "after"):
+            self.hang(self.reference.model, moment)
+        self.model, mine = self.build(case)
+        names = [name for name, p in self.plain.named_parameters() if p.requires_grad]
+        theirs = Trainer(case, {name: self.plain.get_parameter(name) for name in names}, is_reference=True)
+        self.trainers = [mine, theirs]
+        self.rounds = case.rounds(self.plain.features)
+        self.batches = iter(lamina.even(range(case.wider.batches[self.rank]))) if case.wider.batches else None
+        self.moves, self.average_of = 0, None
+        self.worst, self.where, self.rounding = 0.0, "", 0.0
+
+    def build(self, case: Case) -> tuple[nn.Module, Trainer]:
+        """The sharded model in the layout of `case`, with what trains it."""
+        scheme = case.scheme
+        mesh, self.rank = place_on(case.grid, dist.get_rank(), self.device)
+        model = RandomModel(case.seed, scheme.born).to(self.device)
+        if case.sides:
+            self.keepers[model] = Keeper(model, case.sides)
         self.hang(model, "before")
-        self.model = lamina.shard(
+        lamina.shard(
             model,
             lamina.Strategy(*case.strategy) if isinstance(case.strategy, tuple) else case.strategy,
             mesh=mesh,
@@ -85,18 +87,13 @@ class Job:
             ignore=ignored_of(case, model),
         )
         if case.seed % 2:  # as on GPUs
-            RUNTIMES[self.model].engine.gives_back_gradients = True
-        self.hang(self.model, "after")
-        for moment in ("before", "after"):
-            self.hang(self.reference.model, moment)
+            RUNTIMES[model].engine.gives_back_gradients = True
+        self.hang(model, "after")
         if case.late == self.rank:
             random.Random(case.seed).choice(list(model.blocks)).register_forward_pre_hook(_wait)
-        trains = [[p for p in m.parameters() if p.requires_grad] for m in (self.model, self.plain)]
         self.clips_in_step = scheme.precision.halves and case.optimizer == "flat" and case.clip == 2.0
-        max_norm = MAX_NORM if self.clips_in_step else None
-        self.optimizers = [make_optimizer(case.optimizer, trains[i], i == 1, max_norm) for i in (0, 1)]
-        self.rounds = case.rounds(self.plain.features)
-        self.worst, self.where, self.rounding = 0.0, "", 0.0
+        trains = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return model, Trainer(case, trains, is_reference=False, max_norm=MAX_NORM if self.clips_in_step else None)
 
     def compare(self, what: str, deviation: float) -> None:
         if not deviation <= self.worst:
@@ -116,7 +113,7 @@ class Job:
         if self.case.sides and self.case.sides.hooked == moment:
             self.keepers[model].hang()
 
-    def losses(self, model: nn.Module, step: int, rank: int, micro: int) -> Losses:
+    def losses(self, model: nn.Module, step: int, micro: int, rank: int) -> Losses:
         outputs, inputs, sides = [], [], list[Tensor]()
         keeper = self.keepers.get(model)
         for forward in range(self.case.forwards):
@@ -139,71 +136,132 @@ class Job:
 
     def output(self, model: nn.Module, data: Tensor, rank: int) -> Tensor:
         """(samples, WIDTH) in float64; the plain model gets its input in the dtype that it computes in."""
-        return model(data if model is self.model else data.to(self.reference.input_dtype), rank).double()
+        return model(data.to(self.reference.input_dtype) if model is self.reference.model else data, rank).double()
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def step(self, number: int) -> None:
         case, title = self.case, f"step {number}"
+        if number == 1:
+            for trainer in self.trainers:
+                trainer.take_late()
         self.reference.refresh()
         for model in (self.model, self.reference.model):
             begin_step(model, number)
         for keeper in self.keepers.values():
             keeper.at(number)
         for micro in range(case.micro_batches):
-            ranks = [self.losses(self.reference.model, number, rank, micro) for rank in range(case.world)]
-            parts = case.sides is not None and case.sides.parts(number, ranks)
-            for rank, losses in enumerate(ranks):
-                inputs = losses.of_inputs(case.sides, parts)
+            if case.wider.slip is not None and case.wider.slip[:2] == (number, micro):
+                with self.scope(micro, last=False):
+                    self.raise_once(case.wider.slip[2])
+            self.micro_batch(number, micro, f"{title}, {micro}")
+        self.end_of_step(title, overflows=case.wider.overflow is not None and case.wider.overflow[0] == number)
+
+    def micro_batch(self, number: int, micro: int, title: str) -> None:
+        case, (mine_scaled, plain_scaled) = self.case, self.trainers
+        at, shares = self.batches_of_ranks(number, micro)
+        ranks = [self.losses(self.reference.model, *at[rank], rank) for rank in range(case.world)]
+        parts = case.sides is not None and case.sides.parts(number, ranks)
+        for rank, losses in enumerate(ranks):
+            inputs = losses.of_inputs(case.sides, parts)
+            with self.overflow(self.reference.model, number, rank) as factor:
                 for loss, retains in losses.backwards(case.sides, parts):
-                    self.reference.backward(loss, 1 / case.world, retains)
-                if case.penalty:
-                    (self.penalty(self.plain, number, rank, micro) / case.world).backward()
-                if rank == self.rank:
-                    wanted, wanted_of_inputs = losses.sum.detach(), inputs
-            with self.scope(micro):
-                more = [self.penalty(self.model, number, self.rank, micro)] if case.penalty == "before" else []
-                mine = self.losses(self.model, number, self.rank, micro)
-                self.compare(f"{title} loss", difference(mine.sum.detach(), wanted))
-                if case.penalty == "behind":
-                    more.append(self.penalty(self.model, number, self.rank, micro))
-                found = mine.of_inputs(case.sides, parts)
-                self.compare(f"{title} gradients of inputs", deviation_of_all(found, wanted_of_inputs))
-                for loss, retains in mine.backwards(case.sides, parts):
-                    (loss if retains else sum(more, loss)).backward(retain_graph=retains)
-                if case.penalty == "alone":
-                    self.penalty(self.model, number, self.rank, micro).backward()
-            if case.peeks:
-                self.evaluate(torch.inference_mode if micro % 2 else torch.no_grad)
-        expected = {name: p.grad for name, p in self.plain.named_parameters()}
-        deviation = gradient_deviation(self.model, expected)
-        if self.rounds:
-            self.compare_rounded(title)
+                    if shares[rank]:
+                        self.reference.backward(plain_scaled.scale(loss * factor), shares[rank], retains)
+            if case.penalty:
+                plain_scaled.scale(self.penalty(self.plain, number, rank, micro) / case.world).backward()
+            if rank == self.rank:
+                wanted, wanted_of_inputs = losses.sum.detach(), inputs
+        with (
+            self.scope(micro, last=micro == case.micro_batches - 1),
+            self.overflow(self.model, number, self.rank) as factor,
+        ):
+            more = [self.penalty(self.model, number, self.rank, micro)] if case.penalty == "before" else []
+            mine = self.losses(self.model, *at[self.rank], self.rank)
+            self.compare(f"{title} loss", difference(mine.sum.detach(), wanted))
+            if case.penalty == "behind":
+                more.append(self.penalty(self.model, number, self.rank, micro))
+            found = mine.of_inputs(case.sides, parts)
+            self.compare(f"{title} gradients of inputs", deviation_of_all(found, wanted_of_inputs))
+            for loss, retains in mine.backwards(case.sides, parts):
+                mine_scaled.scale(loss * factor if retains else sum(more, loss * factor)).backward(retain_graph=retains)
+            if case.penalty == "alone":
+                mine_scaled.scale(self.penalty(self.model, number, self.rank, micro)).backward()
+        if case.peeks:
+            self.evaluate(torch.inference_mode if micro % 2 else torch.no_grad)
+
+    def batches_of_ranks(self, number: int, micro: int) -> tuple[list[tuple[int, int]], list[float]]:
+        """By data rank: step and micro-batch whose data it sees, and its share of the mean."""
+        case, counts = self.case, self.case.wider.batches
+        if self.batches is None:
+            return [(number, micro)] * case.world, [1 / case.world] * case.world
+        batch = number * case.micro_batches + micro
+        mine = next(self.batches)
+        assert mine == min(batch, counts[self.rank] - 1)
+        active = [batch < count for count in counts]
+        at = [divmod(min(batch, count - 1), case.micro_batches) for count in counts]
+        return at, [has / sum(active) for has in active]
+
+    @contextlib.contextmanager
+    def overflow(self, model: nn.Module, number: int, rank: int) -> Iterator[float]:
+        """What the loss of this rank is multiplied by; instead, the gradient of one parameter may be what overflows."""
+        drawn = self.case.wider.overflow
+        if drawn is None or (number, rank) != (drawn[0], drawn[1] % self.case.world):
+            yield 1.0
+        elif drawn[2] == "loss":
+            yield float("inf")
         else:
-            self.compare(f"{title} gradients", deviation)
+            handle = model.gain.register_hook(lambda gradient: gradient * float("inf"))
+            yield 1.0
+            handle.remove()
+
+    def end_of_step(self, title: str, overflows: bool) -> None:
+        """From gradients to the optimizers' step. Where gradients overflow, none is made."""
+        case, (mine, theirs) = self.case, self.trainers
+        unscales = [mine, theirs] if case.wider.unscales else [theirs]
+        if case.wider.overflow is not None:
+            for trainer in unscales:
+                trainer.unscale()
+        if case.wider.unscales:
+            self.compare_gradients(title, overflows)
         self.reference.sizes.clear()
+        for trainer in self.trainers:
+            trainer.step()
+            trainer.zero_grad(set_to_none=not case.zeroes)
+        self.compare(f"{title} scale", abs(mine.scaler.get_scale() - theirs.scaler.get_scale()))
+        self.compare(f"{title} parameters", self.parameters())
+        self.compare(f"{title} optimizer state", self.states())
+
+    def compare_gradients(self, title: str, overflows: bool) -> None:
+        """Gradients and their norm, by which they are clipped."""
+        case = self.case
+        if not overflows:
+            deviation = gradient_deviation(self.model, {name: p.grad for name, p in self.plain.named_parameters()})
+            if self.rounds:
+                self.compare_rounded(title)
+            else:
+                self.compare(f"{title} gradients", deviation)
         if case.clip is not None:
             theirs = torch.nn.utils.clip_grad_norm_
             mine = theirs if case.clip_by == "torch" and case.clip != float("inf") else lamina.clip_grad_norm_
             filled = [p for p in self.plain.parameters() if p.numel()]  # torch has no largest element of an empty one
             wanted = theirs(filled, MAX_NORM, case.clip)
             got = wanted if self.clips_in_step else mine(self.model.parameters(), MAX_NORM, case.clip)
-            self.compare(f"{title} norm", ((got - wanted).abs() / wanted.clamp(min=1)).item())
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not case.zeroes)
-        self.compare(f"{title} parameters", self.parameters())
-        self.compare(f"{title} optimizer state", self.states())
+            if overflows:
+                assert not got.isfinite() and not wanted.isfinite(), (got, wanted)
+            else:
+                self.compare(f"{title} norm", ((got - wanted).abs() / wanted.clamp(min=1)).item())
 
     def compare_rounded(self, title: str) -> None:
         """Gradients that are sums in 16 bits; the plain job goes on with those that lamina has."""
         all_found = all_allowed = 0.0
+        scale = self.trainers[1].scaler.get_scale()
         plain = dict(self.plain.named_parameters())
         for name, param in self.model.named_parameters():
             if param.grad is None:
                 continue
             full = param.grad.full() if isinstance(param.grad, lamina.Shard) else param.grad
-            wanted, size = plain[name].grad, self.reference.sizes.get(plain[name], 0.0)
+            wanted, size = plain[name].grad, self.reference.sizes.get(plain[name], 0.0) / scale
             assert wanted is not None
             found = (full - wanted).norm().item()
             all_found, all_allowed = all_found + found**2, all_allowed + (size * ROUNDING) ** 2
@@ -218,13 +276,11 @@ class Job:
         if not found <= max(allowed, self.case.scheme.tolerance):
             self.compare(f"{what}, {found / max(allowed, 1e-300):.1f} times what may be rounded", found)
 
-    def scope(self, micro: int) -> Any:
+    def scope(self, micro: int, last: bool) -> Any:
         case = self.case
         if case.accumulation in ("each", "defer"):
-            return lamina.accumulate(
-                self.model, last=micro == case.micro_batches - 1, defer=case.accumulation == "defer"
-            )
-        return lamina.keep(self.model.blocks[0]) if case.keeps else torch.enable_grad()
+            return lamina.accumulate(self.model, last=last, defer=case.accumulation == "defer")
+        return lamina.keep(self.model.blocks[0]) if case.keeps and last else torch.enable_grad()
 
     def parameters(self) -> float:
         return parameter_deviation(self.model, {n: p.detach() for n, p in self.plain.named_parameters()})
@@ -233,7 +289,7 @@ class Job:
         """Largest deviation of what the optimizers know of the parameters; both must know the same of the same."""
         worst, plain = 0.0, dict(self.plain.named_parameters())
         for name, param in self.model.named_parameters():
-            mine, other = self.optimizers[0].state.get(param, {}), self.optimizers[1].state.get(plain[name], {})
+            mine, other = self.trainers[0].state_of(param), self.trainers[1].state_of(plain[name])
             assert mine.keys() == other.keys(), f"optimizer state of `{name}`: {list(mine)}, wanted {list(other)}"
             for key, value in other.items():
                 if isinstance(value, Tensor):
@@ -242,7 +298,7 @@ class Job:
 
     # ---- what happens between steps ----------------------------------------------------------------------------
 
-    strand, outdate = strand, outdate
+    strand, outdate, move, twin, average = strand, outdate, move, twin, average
 
     def act(self, what: str) -> None:
         getattr(self, what)()
@@ -269,16 +325,17 @@ class Job:
 
     def scale(self) -> None:
         """An edit of each rank's own ranges."""
-        with torch.no_grad():
-            for model in (self.model, self.plain):
-                for parameter in filter(_has_fractions, model.parameters()):
-                    parameter.mul_(1.1)
+        for model in (self.model, self.plain):
+            self.scale_model(model, 1.1)
+
+    @torch.no_grad()
+    def scale_model(self, model: nn.Module, factor: float) -> None:
+        for parameter in filter(_has_fractions, model.parameters()):
+            parameter.mul_(factor)
 
     def toggle(self) -> None:
         """Freeze or unfreeze what was trainable when the model was sharded."""
-        group = self.optimizers[1].param_groups[0]["params"]
-        names = [name for name, p in self.plain.named_parameters() if any(p is q for q in group)]
-        chosen = {name for name in names if name != "gain" and self.draw.random() < 0.3}
+        chosen = {name for name in self.trainers[1].names if name != "gain" and self.draw.random() < 0.3}
         for model in (self.model, self.plain):
             for name, parameter in model.named_parameters():
                 if name in chosen:
@@ -302,17 +359,17 @@ class Job:
         defer = self.failures.random() < 0.5
         for micro in range(self.failures.choice([1, 2])):
             with lamina.accumulate(self.model, last=False, defer=defer):
-                self.losses(self.model, 97, self.rank, micro).own.backward()
+                self.losses(self.model, 97, micro, self.rank).own.backward()
         if self.failures.random() < 0.5:
             with lamina.accumulate(self.model, last=self.failures.random() < 0.5, defer=defer):
                 self.raise_once()
         by_optimizer = self.failures.random() < 0.5
-        for cleared in self.optimizers if by_optimizer else (self.model, self.plain):
+        for cleared in self.trainers if by_optimizer else (self.model, self.plain):
             cleared.zero_grad(set_to_none=True)
 
-    def raise_once(self) -> None:
+    def raise_once(self, where: str = "") -> None:
         """An error before, in or after the last block, or in its backward, which the user catches."""
-        last, where = self.model.blocks[-1], self.failures.choice(["before", "after", "backward"])
+        last, where = self.model.blocks[-1], where or self.failures.choice(["before", "after", "backward"])
         if where == "before":
             handle = last.register_forward_pre_hook(_raise)
         elif where == "after" or not self.reaches_all():
@@ -333,6 +390,9 @@ class Job:
 
     def replicas(self) -> None:
         lamina.check(self.model)
+
+    def end(self) -> None:
+        assert self.batches is None or next(self.batches, None) is None
 
 
 def _has_fractions(parameter: Tensor) -> bool:
@@ -377,6 +437,7 @@ def run(case: Case, device: str) -> Job:
             for what in job.case.acts[number]:
                 job.act(what)
             job.step(number)
+        job.end()
     finally:
         lamina.debug(False)
     return job
@@ -398,4 +459,5 @@ def play_all(seeds: Sequence[int], device: str = "cpu") -> list[Outcome]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         warnings.filterwarnings("ignore", "Full backward hook is firing")
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         return [play(seed, device) for seed in seeds]
