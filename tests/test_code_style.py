@@ -19,6 +19,12 @@ def test_code_style(tool: tuple[str, ...]) -> None:
     assert done.returncode == 0, f"{' '.join(tool)}\n{done.stdout}{done.stderr}"
 
 
+def test_users_see_types() -> None:
+    """Without the marker their type checker reads none of ours."""
+    assert (ROOT / "src" / "lamina" / "py.typed").is_file()
+    assert "Typing :: Typed" in (ROOT / "pyproject.toml").read_text()
+
+
 def test_files_stay_readable() -> None:
     """A file that outgrows this holds a second noun; give that one a file of its own."""
     long = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -54,12 +54,13 @@ from lamina.transport.symmetric import SymmetricPeers
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Model = TypeVar("Model", bound=nn.Module)
 STARTS = ("check", "broadcast", "trust")
 _count = 0  # sharded models in this process: names their agreements
 
 
 def shard(
-    model: nn.Module,
+    model: Model,
     strategy: str | Strategy = "zero3",
     mesh: DeviceMesh | None = None,
     units: str | Sequence[Any] = "auto",
@@ -73,7 +74,7 @@ def shard(
     entry_points: Sequence[str] = (),
     replicate: Sequence[str] = (),
     ignore: Sequence[str] = (),
-) -> nn.Module:
+) -> Model:
     """Shard a model over the ranks, in place, and return it. Collective.
 
     Afterwards the model is used as before: forward, backward, a torch optimizer over `model.parameters()`. Each rank
