@@ -35,7 +35,7 @@ from lamina.optim.places import Place, find_places, local_of
 from lamina.runtime.parts import PARTS
 from lamina.runtime.summing import HOST_PIECE_NUMEL
 from lamina.runtime.unit import Unit
-from lamina.runtime.unit_gradients import UnitGradients
+from lamina.runtime.unit_gradients import UnitGradients, clear_gaps
 
 Groups = tuple[dist.ProcessGroup, ...]
 _grad = attrgetter("grad")
@@ -90,10 +90,12 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(_blame(params, places, spreads, order, total))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for unit in {place.unit for place in places if place is not None}:
-        unit.gradients.has_squares = False
+    units = {place.unit.gradients for place in places if place is not None}
+    for gradients in units:
+        gradients.has_squares = False
     for (device, _), ranges in _by_device(spread.ranges for spread in spreads).items():
         torch._foreach_mul_(ranges, scale.to(device))
+    clear_gaps(units, scale)
     return total
 
 

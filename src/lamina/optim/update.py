@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lamina.core.halves import PIECE_NUMEL
 from lamina.optim.places import local_of
+from lamina.runtime.unit_gradients import clear_gaps
 
 if TYPE_CHECKING:
     from lamina.optim.adamw_kernel import Table
@@ -85,7 +86,7 @@ def by_torch(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Sca
         call.grads[entry] = gradient_for(local_of(param.grad.detach()), call.params[entry])
     for entry, master, start, stop in call.halved:
         call.params[entry] = master.make_whole()[start:stop]
-    _scale(call.grads, scaling)
+    _scale(call, scaling)
     _run_torchs(call.params, call.grads, call.moments, call.steps, group, lr, scaling)
     for entry, _ in call.loose:  # nothing of a step is kept: see Note [gradient views]
         call.params[entry] = call.grads[entry] = call.steps[entry]
@@ -95,7 +96,7 @@ def by_torch(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Sca
 
 def by_torch_in_halves(call: Call, group: dict[str, Any], lr: float | Tensor, scaling: Scaling) -> None:
     """By torch's kernel, piece after piece; what peers read is written, too."""
-    _scale(call.grads, scaling)
+    _scale(call, scaling)
     for entry, master, start, stop in call.halved:
         numel = PIECE_NUMEL.get(call.params[entry].device.type, PIECE_NUMEL["cuda"])
         for begin in range(start, stop, numel):
@@ -107,9 +108,10 @@ def by_torch_in_halves(call: Call, group: dict[str, Any], lr: float | Tensor, sc
             master.write(begin, numbers)
 
 
-def _scale(grads: list[Tensor], scaling: Scaling) -> None:
+def _scale(call: Call, scaling: Scaling) -> None:
     if scaling.factor is not None:
-        torch._foreach_mul_(grads, scaling.factor.to(grads[0].device, non_blocking=True))
+        torch._foreach_mul_(call.grads, scaling.factor.to(call.grads[0].device, non_blocking=True))
+        clear_gaps({unit.gradients for unit, *_ in call.places}, scaling.factor)
 
 
 def _run_torchs(

@@ -12,7 +12,7 @@ Note [Squares]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_, or_
 from typing import Any
 
@@ -91,10 +91,13 @@ class UnitGradients:
             grad.untyped_storage().resize_(grad.numel() * grad.itemsize)
             if DebugMode.enabled and (grad.is_floating_point() or grad.is_complex()):
                 grad.fill_(float("nan"))
-        gaps = [gap for gaps in self._gaps for gap in gaps]
-        if gaps:
-            torch._foreach_zero_(gaps)
         self._are_away = False
+        if gaps := self.gaps():
+            torch._foreach_zero_(gaps)
+
+    def gaps(self) -> list[Tensor]:
+        """What lies between parameters: zeros, for whoever reads whole ranges."""
+        return [] if self._are_away else [gap for gaps in self._gaps for gap in gaps]
 
     def give_back(self) -> None:
         """Give the memory of gradients that nobody has any more back to the allocator, until the next reduction."""
@@ -425,6 +428,14 @@ class UnitGradients:
             if changed is not None and changed is not grad:
                 local_of(grad).copy_(local_of(changed))
         return local_of(grad)
+
+
+def clear_gaps(several: Iterable[UnitGradients], factor: Tensor) -> None:
+    """Whole ranges were multiplied by `factor`, 0-dim: of NaN and zero that makes NaN, which no `zero_grad` reaches."""
+    if factor.device.type == "cpu" and not factor.isnan():
+        return
+    if gaps := [gap for gradients in several for gap in gradients.gaps()]:
+        torch._foreach_zero_(gaps)
 
 
 def local_of(tensor: Tensor) -> Tensor:
