@@ -34,6 +34,9 @@ class Op(enum.Enum):
         self.verb = self.name.lower()
 
 
+GATHER, FORWARD, BACKWARD, REDUCE = Op  # `Op.GATHER` is a search on Python 3.11, of 0.1 us
+
+
 @dataclass(frozen=True)
 class Step:
     """One entry of a program."""

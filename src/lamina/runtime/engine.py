@@ -27,7 +27,7 @@ import torch
 
 from lamina.core.control import Control
 from lamina.core.lanes import Lanes
-from lamina.core.program import Op, Step, move_gathers_ahead
+from lamina.core.program import BACKWARD, FORWARD, GATHER, REDUCE, Op, Step, move_gathers_ahead
 from lamina.core.slots import Slot
 from lamina.core.uncompiled import at_the_end_of_backward
 from lamina.errors import StateError
@@ -44,7 +44,6 @@ from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, end_others
 
 _forwards = itertools.count(1)
-_GATHER, _FORWARD, _BACKWARD, _REDUCE = Op.GATHER, Op.FORWARD, Op.BACKWARD, Op.REDUCE
 
 
 class Engine:
@@ -142,11 +141,11 @@ class Engine:
                     phase.deviated, phase.parted, everywhere = True, True, agreed_on
                 else:
                     self.programs.note_clean_end(phase.key)
-            if phase.deviated and (phase.log or phase.key.kind is not Kind.BACKWARD):
+            if phase.deviated and (phase.log or not phase.is_backward):
                 self.programs.forget(phase.key)
         else:
             here = self.residency.here
-            agreed = not self.one_sided or phase.key.kind is Kind.BACKWARD
+            agreed = not self.one_sided or phase.is_backward
             everywhere = self.lockstep.end(phase, here, self._server(phase)) if agreed else here()
             self._record(phase, everywhere)
         self.programs.note_end(phase)
@@ -185,7 +184,7 @@ class Engine:
 
         reads: False for the backward of a lookup, which needs no weights; see lookups.py.
         """
-        phase, is_forward = self.current(), op is _FORWARD
+        phase, is_forward = self.current(), op is FORWARD
         (self._agree if phase.recorded is None else self._follow)(phase, op, unit, reads)
         if is_forward:
             unit.was_entered = True
@@ -214,7 +213,7 @@ class Engine:
         if reads:
             unit.shut_window()
         if reads and slot is not None:
-            self.residency.release(unit, slot, phase is not None and phase.key.kind is Kind.BACKWARD)
+            self.residency.release(unit, slot, phase is not None and phase.is_backward)
 
     # ---- following the program ---------------------------------------------------------------------------------
 
@@ -236,8 +235,8 @@ class Engine:
         if not any(step.op.is_collective for step in between):
             phase.cursor = place + 1
         elif self.one_sided:
-            if not any(step.op is Op.REDUCE for step in between):
-                phase.cursor, gather = place + 1, Step(Op.GATHER, unit.index)
+            if not any(step.op is REDUCE for step in between):
+                phase.cursor, gather = place + 1, Step(GATHER, unit.index)
                 if gather in between:
                     self._execute(phase, gather)
         elif not unit.is_ready:
@@ -258,15 +257,15 @@ class Engine:
         while (cursor := phase.cursor) < len(steps):
             step = steps[cursor]
             op, unit = step.op, units[step.unit]
-            if op is _FORWARD:
+            if op is FORWARD:
                 return
-            if op is _GATHER:
+            if op is GATHER:
                 if self.residency.would_wait(unit.slot):
                     return
-            elif unit.was_entered and (op is _BACKWARD or step.unit not in phase.ready):
+            elif unit.was_entered and (op is BACKWARD or step.unit not in phase.ready):
                 return  # its gradients may come yet; those of a unit that this rank left out do not
             phase.cursor = cursor + 1
-            if op is not _BACKWARD:
+            if op is not BACKWARD:
                 self._execute(phase, step)
 
     def _issue(self, phase: Phase, stop: int) -> None:
@@ -274,13 +273,13 @@ class Engine:
         while phase.cursor < stop:
             step = phase.steps[phase.cursor]
             phase.cursor += 1
-            if step.op is Op.REDUCE or (step.op is Op.GATHER and not self.one_sided):
+            if step.op is REDUCE or (step.op is GATHER and not self.one_sided):
                 self._execute(phase, step)
 
     def _execute(self, phase: Phase, step: Step) -> None:
         unit, position = self.units[step.unit], self.control.position
         position.verb, position.unit = step.op.verb, unit.name
-        if step.op is _REDUCE:
+        if step.op is REDUCE:
             self.gradients.reduce(phase, unit, contribute=step.unit in phase.ready)
         elif not (self.one_sided and (unit.is_ready or self.gatherer.is_done_by_host)):
             self.residency.gather(unit)
@@ -289,22 +288,22 @@ class Engine:
 
     def _agree(self, phase: Phase, op: Op, unit: Unit, reads: bool = True) -> None:
         step, serve = Step(op, unit.index), self._server(phase)
-        if self.one_sided and op is Op.FORWARD:
+        if self.one_sided and op is FORWARD:
             serve(step, not unit.is_ready, True)
         else:
-            self.lockstep.agree(phase, step, lambda: reads and op is not Op.REDUCE and not unit.is_ready, serve)
+            self.lockstep.agree(phase, step, lambda: reads and op is not REDUCE and not unit.is_ready, serve)
 
     def _server(self, phase: Phase):
         """What to do when the ranks have agreed on a step."""
 
         def serve(step: Step, need: bool, mine: bool) -> None:
             unit = self.units[step.unit]
-            if step.op is Op.REDUCE:
+            if step.op is REDUCE:
                 phase.log.append(step)
                 self.gradients.reduce(phase, unit, contribute=mine)
                 return
             if need:
-                phase.log.append(Step(Op.GATHER, unit.index))
+                phase.log.append(Step(GATHER, unit.index))
                 self.residency.gather(unit)
             phase.log.append(step)
 
@@ -331,7 +330,7 @@ class Engine:
         use.active_in, use.waiting, use.is_early = task, use.input_count, True
         active.append(use)
         end_others(use, active, is_early, self._finish_use)
-        use.slot = self.enter(unit, Op.BACKWARD, use.slot, use.reads)
+        use.slot = self.enter(unit, BACKWARD, use.slot, use.reads)
 
     def end_use(self, use: Use) -> None:
         """The node of one of its inputs is about to run."""
@@ -357,9 +356,9 @@ class Engine:
     def _finish_unit(self, phase: Phase, unit: Unit) -> None:
         """Its gradients are complete in this backward: reduce them when their turn comes."""
         if phase.recorded is None:
-            self._agree(phase, Op.REDUCE, unit)
+            self._agree(phase, REDUCE, unit)
             return
-        if phase.find(Op.REDUCE, unit.index) is not None:
+        if phase.find(REDUCE, unit.index) is not None:
             phase.ready.add(unit.index)
         # else the program does not know this reduction: it waits for the end of the backward
         self._pump(phase)
@@ -378,7 +377,7 @@ class Engine:
         late = [unit for unit in self.units if unit.trainable and not unit.kept and unit.index not in phase.ready]
         for unit in self.gradients.having(late):
             # they came after its last use had ended, or wait for a use that does not come
-            if phase.recorded is not None and phase.find(Op.REDUCE, unit.index) is None:
+            if phase.recorded is not None and phase.find(REDUCE, unit.index) is None:
                 self._leave_program(phase)
             self._finish_unit(phase, unit)
         self._close(phase)
@@ -415,7 +414,7 @@ class Engine:
             self.gatherer.publish(self.units)
         phase = self.current()
         for unit in units:
-            slot = self.enter(unit, Op.FORWARD)
+            slot = self.enter(unit, FORWARD)
             if unit.plain and not unit.kept:
                 self.gradients.set_aside(unit)
             unit.kept += 1

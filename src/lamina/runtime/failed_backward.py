@@ -15,7 +15,6 @@ from weakref import WeakSet
 
 from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS, EXPLANATIONS, others_run_backward
 from lamina.errors import StateError
-from lamina.runtime.phase import Kind
 from lamina.runtime.suspects import described
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def shut_windows() -> None:
     if others_run_backward():
         return  # it may be theirs that is open: the next forward cleans up
     for engine in list(ENGINES):
-        if engine.phase is not None and engine.phase.key.kind is Kind.BACKWARD:
+        if engine.phase is not None and engine.phase.is_backward:
             for unit in engine.units:
                 if unit.windows:
                     unit.swap_out()

@@ -18,7 +18,6 @@ from torch import nn
 
 from lamina.errors import LaminaError
 from lamina.runtime.assemble import RUNTIMES
-from lamina.runtime.phase import Kind
 from lamina.runtime.report import readable_bytes, report
 
 CPU_WORDS = ("can't allocate memory", "not enough memory")  # of torch's allocator for CPUs, which raises RuntimeError
@@ -117,7 +116,7 @@ def _open_unit(model: nn.Module) -> str:
     if model not in RUNTIMES:
         return ""
     phase = RUNTIMES[model].engine.phase
-    if phase is None or phase.key.kind is not Kind.BACKWARD:
+    if phase is None or not phase.is_backward:
         return ""
     uses = [use for active in phase.tasks.values() for use in active]
     names = [use.unit.name for use in uses]

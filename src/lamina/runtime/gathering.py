@@ -26,7 +26,7 @@ from lamina.core.groups import Group
 from lamina.core.lanes import Lane, Lanes, Mark
 from lamina.core.layout import Segment
 from lamina.core.mesh import DataMesh
-from lamina.core.slots import Slot, SlotState
+from lamina.core.slots import GATHERING, WEIGHTS, Slot
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Exchange, Transport, as_bytes
 
@@ -84,9 +84,9 @@ class Gatherer:
 
     def start(self, unit: Unit, slot: Slot) -> None:
         """Issue the gather of a unit into an EMPTY slot (or over the same weights: they come out equal)."""
-        if slot.state is SlotState.GATHERING:
+        if slot.state is GATHERING:
             self.finish(slot)
-        slot.to(SlotState.GATHERING)
+        slot.to(GATHERING)
         unit.gathers += unit.communicates
         lane = self.lanes.gather
         lane.wait(slot.freed)
@@ -111,13 +111,13 @@ class Gatherer:
 
     def finish(self, slot: Slot) -> None:
         """Let compute continue once the weights are there; on the CPU the host waits."""
-        if slot.state is not SlotState.GATHERING:
+        if slot.state is not GATHERING:
             return
         for work in self._works.pop(slot, ()):
             if work is not None:
                 self.control.wait(work)
         self.lanes.compute.wait(slot.ready)
-        slot.to(SlotState.WEIGHTS)
+        slot.to(WEIGHTS)
 
     def _run(self, route: Route) -> list[dist.Work | None]:
         if route.copy is None:

@@ -24,7 +24,7 @@ from lamina.core.control import Control, Flags
 from lamina.core.lanes import Lanes
 from lamina.core.parameter_loops import all_there, any_there, are_there, clear_gradients, gradients_of
 from lamina.core.shard_losses import hand_over_means
-from lamina.core.slots import Slot, SlotState
+from lamina.core.slots import GRADS, WEIGHTS, Slot
 from lamina.errors import Disagreement, ParameterChanged, StateError
 from lamina.runtime.alike import Alike
 from lamina.runtime.direct import DirectRoute
@@ -34,8 +34,6 @@ from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
 from lamina.runtime.tokens import Tokens
 from lamina.runtime.unit import Unit
-
-_WEIGHTS = SlotState.WEIGHTS
 
 
 class Gradients:
@@ -152,13 +150,13 @@ class Gradients:
             return
         self.reducer.begin(unit)
         place = self.reducer.stage(unit) if slot is None else slot
-        self.lanes.reduce.run(self._collect, unit, gradients, place, slot is not None and slot.state is _WEIGHTS)
+        self.lanes.reduce.run(self._collect, unit, gradients, place, slot is not None and slot.state is WEIGHTS)
         self.reducer.hold(gradients)
         if contribute:
             self.drop(unit)
             unit.was_entered = unit.alive_uses > 0
         if slot is not None:
-            slot.to(SlotState.GRADS)
+            slot.to(GRADS)
         self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.active_ranks)
 
     def _reduce_directly(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lamina.core.program import Op
+from lamina.core.program import FORWARD
 from lamina.core.slots import Slot
 from lamina.core.uncompiled import guard_hooks, uncompiled
 from lamina.errors import LaminaError, StateError
@@ -182,7 +182,7 @@ class ModuleHooks:
         self.frames.append(frame)
         try:
             for unit in self.units:
-                slots.append(engine.enter(unit, Op.FORWARD))
+                slots.append(engine.enter(unit, FORWARD))
         except BaseException:
             self._abandon(self.frames.pop())
             raise

@@ -98,7 +98,7 @@ class Lockstep:
     def _choose(self, phase: Phase, rows: list[list[int]]) -> Step | None:
         wanted = [Step(OPS[row[2]], row[3]) for row in rows if row[2] != END]
         reduces = [step for step in wanted if step.op is Op.REDUCE]
-        sign = -1 if phase.key.kind is Kind.BACKWARD else 1
+        sign = -1 if phase.is_backward else 1
         return min(reduces or wanted, key=lambda s: (sign * s.unit, OPS.index(s.op)), default=None)
 
     def _disagree(self, phase: Phase) -> None:

@@ -80,6 +80,7 @@ class Phase:
 
     def __post_init__(self) -> None:
         self.steps: tuple[Step, ...] = () if self.recorded is None else self.recorded.steps
+        self.is_backward = self.key.kind is Kind.BACKWARD
         self.thread = threading.get_ident()
 
     def was_left(self) -> bool:

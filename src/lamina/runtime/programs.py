@@ -51,7 +51,7 @@ class Programs:
             return False
         if program.is_open or program.clean_ends < CLEAN_ENDS or self._paths_differ:
             return True
-        return phase.key.kind is Kind.BACKWARD and self._expects_more
+        return phase.is_backward and self._expects_more
 
     def note_clean_end(self, key: Key) -> None:
         """Ranks have met at the end of a program that none of them had left."""
@@ -61,4 +61,4 @@ class Programs:
     def note_end(self, phase: Phase) -> None:
         """The phase is over."""
         self._paths_differ = self._paths_differ or phase.parted
-        self._expects_more = phase.key.kind is not Kind.BACKWARD and (self._expects_more or phase.parted)
+        self._expects_more = not phase.is_backward and (self._expects_more or phase.parted)

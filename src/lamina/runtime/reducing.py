@@ -24,7 +24,7 @@ from lamina.core.control import Control
 from lamina.core.groups import Group
 from lamina.core.lanes import Lanes, Mark
 from lamina.core.layout import UnitLayout
-from lamina.core.slots import Slot, SlotState
+from lamina.core.slots import EMPTY, WEIGHTS, Slot
 from lamina.runtime.direct import DirectRoute, find_route
 from lamina.runtime.reduction_state import Inbox, Partial, Pending, Sending, Staging
 from lamina.runtime.summing import Rows, add_rows
@@ -179,8 +179,8 @@ class Reducer:
     ) -> None:
         """Like `start`, for gradients that nobody has laid out; `slot` holds weights that are dead."""
         with self.lanes.reduce.running():
-            if slot is not None and slot.state is SlotState.WEIGHTS:
-                slot.to(SlotState.EMPTY)  # this lane has nothing to do with it: `freed` is when compute had read it
+            if slot is not None and slot.state is WEIGHTS:
+                slot.to(EMPTY)  # this lane has nothing to do with it: `freed` is when compute had read it
             unit.reduces += 1
             self.bytes_moved += route.size_bytes
             route.run(unit, gradients, 1.0 / divisor)
@@ -231,7 +231,7 @@ class Reducer:
     def _release(self, slot: Slot | None) -> None:
         if slot is not None:
             slot.freed = self.lanes.reduce.mark()
-            slot.to(SlotState.EMPTY)
+            slot.to(EMPTY)
 
     def _add_whole(self, unit: Unit, sources: Sequence[Tensor]) -> list[Tensor]:
         sums = self._partial(unit, 0, [source.numel() for source in sources]).sums

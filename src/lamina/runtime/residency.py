@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from lamina.core.lanes import Lanes
-from lamina.core.slots import WEIGHTY, Slot, SlotState
+from lamina.core.slots import EMPTY, GATHERING, GRADS, WEIGHTS, WEIGHTY, Slot
 from lamina.errors import StateError
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.reducing import Reducer
@@ -53,7 +53,7 @@ class Residency:
 
     def would_wait(self, slot: Slot | None) -> bool:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
-        if slot is None or (slot.pins and slot.state is SlotState.WEIGHTS):
+        if slot is None or (slot.pins and slot.state is WEIGHTS):
             return False  # the same weights, in use
         for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
             if other.pins:
@@ -64,9 +64,9 @@ class Residency:
         """The slot that a use reads, its weights there: the wanted one if one is given, else any. Note [Room] 3."""
         home = unit.slot
         if home is not None and (wanted is None or wanted is home):
-            if home.state is SlotState.GATHERING:
+            if home.state is GATHERING:
                 self.gatherer.finish(home)
-            if home.state is SlotState.WEIGHTS:
+            if home.state is WEIGHTS:
                 return home
         holder = next((slot for slot in unit.slots if slot.has_weights), None)
         assert holder is not None, f"{unit.name} was not gathered"
@@ -86,19 +86,19 @@ class Residency:
             if hold_overflow:  # a backward; forwards are looked at where their module's name is known
                 unit.refuse_writes(slot, "during the backward of that unit")
             if not slot.home and not unit.kept and not hold_overflow:
-                slot.to(SlotState.EMPTY)
+                slot.to(EMPTY)
                 slot.drop_memory()
 
     def empty(self, unit: Unit) -> None:
         """Forget a unit's weights where no use reads them."""
-        if not unit.overflow and (unit.slot is None or unit.slot.state is SlotState.EMPTY):
+        if not unit.overflow and (unit.slot is None or unit.slot.state is EMPTY):
             return
         for slot in unit.slots:
-            if slot.state is SlotState.EMPTY:
+            if slot.state is EMPTY:
                 continue
             self.gatherer.finish(slot)
-            if slot.state is SlotState.WEIGHTS and slot.pins == 0:
-                slot.to(SlotState.EMPTY)
+            if slot.state is WEIGHTS and slot.pins == 0:
+                slot.to(EMPTY)
                 slot.drop_memory()
 
     def free_home(self, unit: Unit) -> Slot | None:
@@ -106,11 +106,11 @@ class Residency:
         slot = unit.slot
         if slot is None or not unit.sharded or slot.pins or unit.kept or self.reducer.wire is not None:
             return None
-        if slot.state is SlotState.GATHERING:
+        if slot.state is GATHERING:
             self.gatherer.finish(slot)
-        if slot.state is SlotState.WEIGHTS:
+        if slot.state is WEIGHTS:
             return slot
-        if any(other.pins or other.state is not SlotState.EMPTY for other in slot.shares):
+        if any(other.pins or other.state is not EMPTY for other in slot.shares):
             return None
         return slot
 
@@ -128,27 +128,25 @@ class Residency:
                 for full in slot.fulls:
                     full.grad = None
                 self.gatherer.finish(slot)
-                if slot.state is not SlotState.EMPTY:
-                    slot.to(SlotState.EMPTY)
+                if slot.state is not EMPTY:
+                    slot.to(EMPTY)
 
     # ---- making room -------------------------------------------------------------------------------------------
 
     def _is_blocked(self, slot: Slot) -> bool:
-        if slot.state is SlotState.GRADS:
+        if slot.state is GRADS:
             return True
-        grads = SlotState.GRADS
         for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
-            if other.pins or other.state is grads:
+            if other.pins or other.state is GRADS:
                 return True
         return False
 
     def _evict_sharing(self, slot: Slot) -> None:
-        empty, gathering = SlotState.EMPTY, SlotState.GATHERING
-        for other in slot.shares:  # a generator costs more than this loop
-            if other.state is not empty:
-                if other.state is gathering:
+        for other in slot.shares:
+            if other.state is not EMPTY:
+                if other.state is GATHERING:
                     self.gatherer.finish(other)
-                other.to(SlotState.EMPTY)
+                other.to(EMPTY)
             if other.freed is not None:
                 self.lanes.gather.wait(other.freed)
                 other.freed = None  # whoever writes there next does it on this lane, or waits for it
@@ -168,14 +166,14 @@ class Residency:
             self.lanes.compute.wait(target.freed)
             self.lanes.compute.wait(self.lanes.gather.mark())  # it has waited for all who share the bytes
         target.take_memory()
-        target.to(SlotState.GATHERING)
+        target.to(GATHERING)
         with torch.no_grad():
             target.buffer.copy_(source.buffer)
-        target.to(SlotState.WEIGHTS)
+        target.to(WEIGHTS)
 
     def _overflow_slot(self, unit: Unit) -> Slot:
         unit.overflows += 1
-        slot = next((s for s in unit.overflow if s.state is SlotState.EMPTY and s.pins == 0), None)
+        slot = next((s for s in unit.overflow if s.state is EMPTY and s.pins == 0), None)
         if slot is None:
             with torch.inference_mode(False):
                 buffer = torch.empty(unit.layout.buffer_bytes, dtype=torch.uint8, device=unit.mesh.device)
