@@ -2,6 +2,10 @@
 
     python benchmarks/cpu_step/run.py
     python benchmarks/cpu_step/run.py --ranks 4 --dim 768 --layers 6
+    python benchmarks/cpu_step/run.py --dim 64 --layers 24 --save benchmarks/cpu_step/results/narrow_two_ranks.json
+
+With 12 layers or more lamina joins small ones; *apart* and *joined* are the same with a unit a block, and FSDP2 with as
+many blocks to a unit.
 
 All ways train the same model on the same batches in the same two processes; a round times a few steps of each in turn,
 so that a disturbance of the machine hits all alike. Ratios are per round, of time and of CPU time: all threads of a
@@ -35,6 +39,8 @@ import lamina
 
 HEADS, VOCABULARY, LENGTH, BATCH = 8, 256, 128, 4
 WAYS = ("lamina", "lamina c10d", "lamina ddp", "fsdp2", "ddp")
+DEEP_WAYS = ("lamina apart", "lamina c10d apart", "lamina ddp apart", "fsdp2 joined")
+DEEP, DEEP_UNITS = 12, 6
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,10 @@ class Size:
     ranks: int
     dim: int
     layers: int
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return WAYS + (DEEP_WAYS if self.layers >= DEEP else ())
 
 
 class Block(nn.Module):
@@ -77,16 +87,22 @@ def build(way: str, size: Size) -> tuple[nn.Module, torch.optim.Optimizer, Calla
     torch.manual_seed(0)
     model: nn.Module = GPT(size)
     if way.startswith("lamina"):
-        transport = "c10d" if way == "lamina c10d" else "auto"
-        model = lamina.shard(model, "ddp" if way == "lamina ddp" else "zero3", transport=transport)
+        words = way.split()
+        model = lamina.shard(
+            model,
+            "ddp" if "ddp" in words else "zero3",
+            transport="c10d" if "c10d" in words else "auto",
+            units=["blocks.*"] if "apart" in words else "auto",
+        )
         return model, lamina.optim.AdamW(model.parameters(), lr=1e-3), lamina.clip_grad_norm_
-    if way == "fsdp2":
+    if way.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (size.ranks,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
+        together = size.layers // DEEP_UNITS if way == "fsdp2 joined" else 1
+        for first in range(0, size.layers, together):
+            fully_shard(list(model.blocks[first : first + together]), mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -117,8 +133,8 @@ def start(rank: int, folder: str, size: Size) -> None:
 
 def time_ways(rank: int, folder: str, size: Size, rounds: int, steps: int) -> None:
     start(rank, folder, size)
-    ways = {way: step_of(way, size) for way in WAYS}
-    times: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    ways = {way: step_of(way, size) for way in size.ways}
+    times: dict[str, list[list[float]]] = {way: [] for way in size.ways}
     losses = {way: [step(number) for number in range(3)] for way, step in ways.items()}
     for _ in range(rounds):
         for way, step in ways.items():
@@ -175,16 +191,16 @@ def main() -> None:
         mp.spawn(time_ways, (folder, size, options.rounds, options.steps), nprocs=size.ranks)
         found = json.loads((Path(folder) / "times.json").read_text())
     memory = {}
-    for way in WAYS:
+    for way in size.ways:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(memory_of, (folder, size, way, 6), nprocs=size.ranks)
             memory[way] = max(int((Path(folder) / f"{way}-{rank}").read_text()) for rank in range(size.ranks))
     parameters = sum(p.numel() for p in GPT(size).parameters())
     title = f"{parameters / 1e6:.1f} M parameters, {size.ranks} CPU ranks, {BATCH} x {LENGTH} tokens a rank"
     print(f"{title}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-    print(f"{'way':>11} {'ms':>8} {'of lamina':>10}  (min - max)   {'CPU ms':>8} {'of lamina':>10}  {'peak MiB':>9}")
+    print(f"{'way':>17} {'ms':>8} {'of lamina':>10}  (min - max)   {'CPU ms':>8} {'of lamina':>10}  {'peak MiB':>9}")
     rows = []
-    for way in WAYS:
+    for way in size.ways:
         rounds = zip(found["times"][way], found["times"]["lamina"], strict=True)
         ratios, cpu_ratios = zip(*((t / base, c / base_c) for (t, c), (base, base_c) in rounds), strict=True)
         row = {
@@ -200,7 +216,7 @@ def main() -> None:
         }
         rows.append(row)
         print(
-            f"{way:>11} {row['ms']:8.1f} {row['ratio']:10.3f}  ({row['ratio_min']:.3f} - {row['ratio_max']:.3f}) "
+            f"{way:>17} {row['ms']:8.1f} {row['ratio']:10.3f}  ({row['ratio_min']:.3f} - {row['ratio_max']:.3f}) "
             f"{row['cpu_ms']:8.1f} {row['cpu_ratio']:10.3f}  {row['peak_mib']:9.1f}"
         )
     if options.save is not None:

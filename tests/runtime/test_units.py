@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from lamina.runtime.units import plan_units
+from lamina.runtime.units import name_of, plan_units
 from runtime.unit_models import LAYERS, Block, Mlp, Model, planned, titles
 
 
@@ -286,3 +286,68 @@ def test_uneven_stages_are_split_into_their_blocks() -> None:
     even, uneven = (nn.Sequential(*(Stage(dim) for dim in dims)) for dims in ((8, 8, 8), (8, 16, 32)))
     assert list(planned(even)) == ["0", "1", "2"]
     assert "2.blocks.1" in planned(uneven)
+
+
+class Row(nn.Module):
+    """Blocks of 4 x dim x dim elements side by side."""
+
+    def __init__(self, count: int, dim: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(dim) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Choices(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"{i:02}": Mlp() for i in range(count)})
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return self.layers[name](x)
+
+
+def sizes(model: nn.Module) -> list[int]:
+    return [len(plan.modules) for plan in plan_units(model) if plan.is_block]
+
+
+def test_small_neighbours_share_a_unit() -> None:
+    assert sizes(Row(11)) == [1] * 11
+    assert sizes(Row(12)) == [2] * 6
+    assert sizes(Row(13)) == [1, 2, 2, 2, 2, 2, 2]
+    assert sizes(Row(24)) == [4] * 6
+    assert plan_units(Row(12))[1].modules == ("layers.2", "layers.3")
+    assert sizes(Choices(12)) == [1] * 12  # a forward takes one
+
+
+def test_units_grow_no_larger_than_is_enough() -> None:
+    with torch.device("meta"):
+        models = [Row(24, dim=dim) for dim in (1024, 1200, 1500, 2048)]  # 4, 5.5, 8.6 and 16 M a block
+    assert [sizes(model) for model in models] == [[4] * 6, [3] * 8, [2] * 12, [1] * 24]
+
+
+def test_blocks_around_others_and_your_own_list_are_left_as_they_are() -> None:
+    model = Row(12)
+    for layer in model.layers:
+        layer.inner = Row(4)
+    plans = plan_units(model, ["layers.*", "layers.*.inner.layers.*"])
+    assert {len(plan.modules) for plan in plans} == {1}
+    assert [plan.modules for plan in plan_units(Row(12), ["layers.*"])] == [(f"layers.{i}",) for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("modules", "name"),
+    [
+        (["layers.0"], "layers.0"),
+        (["layers.0", "layers.1", "layers.2"], "layers.0-2"),
+        (["layers.9", "layers.10", "norm", "head"], "layers.9-10+norm+head"),
+        (["a.1", "b.2", "a.2", "a.4"], "a.1+b.2+a.2+a.4"),
+        (["down1", "down2", "x.07", "x.08"], "down1-down2+x.07+x.08"),
+        ([""], ""),
+    ],
+)
+def test_names_of_units(modules: list[str], name: str) -> None:
+    assert name_of(modules) == name

@@ -261,7 +261,8 @@ class _Watch(LiveBytes):
 
     def work_of(self, index: int, plan: UnitPlan, shape: UnitShape) -> UnitWork:
         count = self.counts[index]
-        blocks = [i for i, p in enumerate(self.plans) if p.is_block]
+        has_blocks = any(p.is_block for p in self.plans)
+        recomputed = [[m for m in p.modules if m and (p.is_block or not has_blocks)] for p in self.plans]
         return UnitWork(
             name=plan.title,
             trainable_numel=sum(s.numel for s in shape.params if s.trainable),
@@ -274,8 +275,9 @@ class _Watch(LiveBytes):
             fused_memory_bytes=float(count.fused.memory_bytes),
             fused_kernel_count=count.fused.kernels,
             encloses=shape.encloses,
-            recomputable=plan.is_block or not blocks,
-            block_index=blocks.index(index) if plan.is_block else 0,
+            recomputable=bool(recomputed[index]),
+            block_index=sum(map(len, recomputed[:index])),
+            blocks=max(1, len(recomputed[index])),
             saved_bytes=count.saved_bytes,
             output_bytes=count.output_bytes,
             is_lookup=[is_lookup(self.model.get_submodule(name)) for name in plan.modules] == [True],

@@ -169,7 +169,7 @@ def unit_times(units: Sequence[UnitWork], choice: Choice, factors: Factors, rate
     return found
 
 
-def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rates: Rates) -> UnitTimes:
+def _times_of(unit: UnitWork, again: Again, choice: Choice, factors: Factors, rates: Rates) -> UnitTimes:
     """Device and host time of one unit's forward and backward, with what backward computes again, and its moves."""
     products_ms, attention_ms = 0.0, 0.0
     backward_attention_ms = 0.0
@@ -195,9 +195,8 @@ def _times_of(unit: UnitWork, again: str, choice: Choice, factors: Factors, rate
     backward_ms = weights * products_ms + backward_attention_ms
     backward_ms += rates.memory_ms(backward_bytes) + rates.kernels_ms(backward_kernels)
     backward_host_ms = BACKWARD_LAUNCHES * launches_ms + (1 - HOST_OF_FORWARD) * ours_ms
-    if again != "none":  # "selective" keeps products and attention
-        backward_ms += forward_ms if again == "full" else memory_ms
-        backward_host_ms += launches_ms
+    backward_ms += again.share * (forward_ms if again.products else memory_ms)
+    backward_host_ms += again.share * launches_ms
     if choice.captured:
         host_ms = backward_host_ms = 0.0
     size_bytes = (unit.trainable_numel + unit.frozen_numel) * choice.compute_bytes
@@ -337,12 +336,19 @@ def _sum_up(
     )
 
 
-def _recomputed(unit: UnitWork, choice: Choice) -> str:
-    """What of a unit's forward runs again in its backward: "none", "selective" or "full"."""
+class Again(NamedTuple):
+    """What of a unit's forward runs again in its backward."""
+
+    share: float  # of its blocks
+    products: bool  # matrix products and attention, too
+
+
+def _recomputed(unit: UnitWork, choice: Choice) -> Again:
     if unit.holds_head and choice.chunked_loss:
-        return "full"
+        return Again(1.0, True)
     if not unit.recomputable or choice.recompute == "none":
-        return "none"
+        return Again(0.0, False)
     if isinstance(choice.recompute, int):
-        return "full" if unit.block_index % choice.recompute == 0 else "none"
-    return choice.recompute
+        numbers = range(unit.block_index, unit.block_index + unit.blocks)
+        return Again(sum(number % choice.recompute == 0 for number in numbers) / unit.blocks, True)
+    return Again(1.0, choice.recompute == "full")

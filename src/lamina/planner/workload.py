@@ -45,7 +45,8 @@ class UnitWork:
     kernel_count: int  # operations that are launched
     encloses: bool = False  # its window holds the windows of all others (the root)
     recomputable: bool = True  # a block, which `recompute` applies to
-    block_index: int = 0  # its number among blocks, for every-n-th recomputation
+    block_index: int = 0  # the number of its first block, for every-n-th recomputation
+    blocks: int = 1  # that share the unit
     saved_bytes: int = 0  # activations that autograd keeps for backward, each storage once, weights left out
     output_bytes: int = 0
     fused_memory_bytes: float | None = None  # the same two where the unit is compiled; None: nobody counted

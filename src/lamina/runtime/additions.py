@@ -31,7 +31,7 @@ from lamina.runtime.materialise import check_sources
 from lamina.runtime.module_graph import ModuleGraph, has_forward, within
 from lamina.runtime.newcomers import module_expression
 from lamina.runtime.unit import Unit
-from lamina.runtime.units import Opening, UnitPlan, aliases_of, can_open, deal, inside_units
+from lamina.runtime.units import Opening, UnitPlan, aliases_of, can_open, deal, inside_units, name_of
 from lamina.runtime.weight_reads import VagueRead, add_source_edges
 from lamina.runtime.windows import Entry
 
@@ -175,8 +175,8 @@ def _look_up(unit: Unit, graph: ModuleGraph, names: dict[int, str], runtime: Run
                 "called"
             )
         entries.append(Entry(parameters, attribute, now.index(owner), slot))
-    base, ordered = "+".join(unit.plan.modules), tuple(name for name in graph.parameters if name in owned)
-    title = "+".join(modules) + unit.plan.name.removeprefix(base) if unit.plan.name.startswith(base) else unit.plan.name
+    base, ordered = name_of(unit.plan.modules), tuple(name for name in graph.parameters if name in owned)
+    title = name_of(modules) + unit.plan.name.removeprefix(base) if unit.plan.name.startswith(base) else unit.plan.name
     plan = replace(unit.plan, name=title, modules=modules, parameters=ordered, aliases=aliases_of(graph, owned))
     called = [
         name or spec.name.removesuffix(REPLACED) + REPLACED for name, spec in zip(now, unit.layout.params, strict=True)

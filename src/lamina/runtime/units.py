@@ -12,6 +12,7 @@ second fits one family of models, and neither notices a weight that is read outs
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from torch import nn
 
 from lamina.errors import UnitError
 from lamina.runtime.auto_units import choose_units
+from lamina.runtime.joining import join_small
 from lamina.runtime.module_graph import ModuleGraph, has_forward, is_atom, within
 from lamina.runtime.weight_reads import add_source_edges
 
+_NUMBER = re.compile(r"\d+$")
 UnitItem = type | str | nn.Module | Sequence[Any]
 
 
@@ -32,7 +35,7 @@ UnitItem = type | str | nn.Module | Sequence[Any]
 class UnitPlan:
     """One unit: its parameters and the modules that use them, by qualified name."""
 
-    name: str  # "layers.3"; "norm+head" for several modules; "" for the rest of the model
+    name: str  # "layers.3"; "norm+head", "layers.0-3" for several modules; "" for the rest of the model
     modules: tuple[str, ...]  # their forward opens the window; the model itself is ""
     parameters: tuple[str, ...]  # first names, in registration order
     aliases: tuple[tuple[str, str], ...]  # (slot, parameter) of every slot to swap, tied ones included
@@ -94,7 +97,9 @@ def plan_units(
     if isinstance(units, str):
         if units != "auto":
             raise UnitError(f"units={units!r}: got a string, wanted 'auto' or a list; type units=[{units!r}]")
-        openings = [Opening((choice.module,), choice.is_block) for choice in choose_units(graph, dealt, entry_points)]
+        choices = choose_units(graph, dealt, entry_points)
+        groups = join_small(graph, choices, {name: graph.parameters[name].numel() for name in dealt})
+        openings = [Opening(tuple(c.module for c in group), group[0].is_block) for group in groups]
     else:
         if isinstance(units, (type, bytes)) or not isinstance(units, Iterable):
             raise UnitError(
@@ -134,12 +139,23 @@ def deal(
     for number, opening in enumerate(ordered):
         mine = tuple(name for name in dealt if owner_of[name] == number)
         if mine:
-            name = "+".join(opening.modules)
+            name = name_of(opening.modules)
             plans.append(UnitPlan(name, opening.modules, mine, aliases_of(graph, mine), opening.is_block))
     if replicated:
         mine = tuple(name for name in graph.parameters if name in replicated)
         plans.append(UnitPlan("replicated", ("",), mine, aliases_of(graph, mine), False, replicated=True))
     return tuple(plans)
+
+
+def name_of(modules: Sequence[str]) -> str:
+    """What a unit of these modules is called: "norm+head", and neighbours by number as "layers.0-3"."""
+    rows: list[list[str]] = []
+    for module in modules:
+        if rows and _NUMBER.sub(lambda found: str(int(found[0]) + 1), rows[-1][-1]) == module != rows[-1][-1]:
+            rows[-1].append(module)
+        else:
+            rows.append([module])
+    return "+".join(row[0] if len(row) == 1 else f"{row[0]}-{row[-1].rpartition('.')[2]}" for row in rows)
 
 
 def aliases_of(graph: ModuleGraph, parameters: Iterable[str]) -> tuple[tuple[str, str], ...]:
