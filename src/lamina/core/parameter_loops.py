@@ -1,5 +1,10 @@
 """Loops over the parameters of a unit that run in C. A step comes to every parameter a dozen times: as loops in Python
 they took a third of the runtime's time on the host. `any` of what returns None goes through all of it.
+
+Note [As plain]
+    Outside `AS_PLAIN()` torch looks for an override before it reads or writes an attribute of a parameter, which takes
+    longer than the attribute. To open that scope takes as long as two of them. So it is opened by callers that come to
+    several parameters, once, around no code of the user's. What is found is the same inside and outside.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.shard_spec import ShardSpec
-from lamina.core.shard_tensor import AS_PLAIN, Shard
+from lamina.core.shard_tensor import Shard
 
 _requires_grad_of = vars(torch._C.TensorBase)["requires_grad"].__get__  # past the property of Shards
 _grad_of, _layout_of = attrgetter("grad"), attrgetter("layout")
@@ -24,21 +29,18 @@ _none, _strided = repeat(None), repeat(torch.strided)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """Each one's `.grad`."""
-    with AS_PLAIN():
-        return list(map(_grad_of, params))
+    """Each one's `.grad`. See Note [As plain]."""
+    return list(map(_grad_of, params))
 
 
 def bind_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
-    """Make each one's `.grad` what stands at its place."""
-    with AS_PLAIN():
-        any(map(setattr, params, _grad, gradients))
+    """Make each one's `.grad` what stands at its place. See Note [As plain]."""
+    any(map(setattr, params, _grad, gradients))
 
 
 def clear_gradients(params: Iterable[Tensor]) -> None:
-    """Make each one's `.grad` None."""
-    with AS_PLAIN():
-        any(map(setattr, params, _grad, _none))
+    """Make each one's `.grad` None. See Note [As plain]."""
+    any(map(setattr, params, _grad, _none))
 
 
 def any_there(values: Iterable[object]) -> bool:
@@ -57,9 +59,8 @@ def are_there(values: Iterable[object]) -> list[bool]:
 
 
 def requirements_of(params: Iterable[Tensor]) -> list[bool]:
-    """Each one's `.requires_grad`."""
-    with AS_PLAIN():
-        return list(map(_requires_grad_of, params))
+    """Each one's `.requires_grad`. See Note [As plain]."""
+    return list(map(_requires_grad_of, params))
 
 
 def are_same(values: Iterable[object], others: Iterable[object]) -> list[bool]:

@@ -28,6 +28,7 @@ import torch
 from lamina.core.control import Control
 from lamina.core.lanes import Lanes
 from lamina.core.program import BACKWARD, FORWARD, GATHER, REDUCE, Op, Step, move_gathers_ahead
+from lamina.core.shard_tensor import AS_PLAIN
 from lamina.core.slots import Slot
 from lamina.core.uncompiled import at_the_end_of_backward
 from lamina.errors import StateError
@@ -91,27 +92,28 @@ class Engine:
         self.gatherer.publish(self.units)
 
     def _drop_stale(self) -> None:
-        for unit in self.units:
-            if self.gives_back_gradients:
-                unit.gradients.give_back()
-            if unit.look():
-                self.programs.clear()  # they do not reduce what was frozen
-            if unit.plain:
-                continue
-            unit.count_change()
-            if unit.kept and unit.dirty.value:
-                raise StateError(
-                    f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step"
-                )
-            if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
-                self.residency.empty(unit)
+        with AS_PLAIN():
+            for unit in self.units:
+                if self.gives_back_gradients:
+                    unit.gradients.give_back()
+                if unit.look():
+                    self.programs.clear()  # they do not reduce what was frozen
+                if unit.plain:
+                    continue
+                unit.count_change()
+                if unit.kept and unit.dirty.value:
+                    raise StateError(
+                        f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step"
+                    )
+                if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
+                    self.residency.empty(unit)
         self.resident = self.residency.here()
 
     def begin_backward(self, task: int) -> None:
         circumstances = ["defer"] if self.gradients.defer else []
         circumstances += [f"keep {unit.index}" for unit in self.units if unit.kept]  # they are not reduced
-        last = self.gradients.last_micro_batch
-        self._open(Key(Kind.BACKWARD, last, " ".join(circumstances), self.resident), task, None)
+        key = Key(Kind.BACKWARD, self.gradients.last_micro_batch, " ".join(circumstances), self.resident)
+        self._open(key, task, None)
         self.gradients.begin_phase()
 
     def _open(self, key: Key, owner: object, call: FrameType | None) -> None:
@@ -212,8 +214,8 @@ class Engine:
         """A use has ended: modules see the persistent parameters again, the slot may be given away."""
         if reads:
             unit.shut_window()
-        if reads and slot is not None:
-            self.residency.release(unit, slot, phase is not None and phase.is_backward)
+            if slot is not None:
+                self.residency.release(unit, slot, phase is not None and phase.is_backward)
 
     # ---- following the program ---------------------------------------------------------------------------------
 
@@ -317,7 +319,6 @@ class Engine:
         if use.active_in == task:
             end_others(use, self.current().tasks[task], is_early, self._finish_use)
             return
-        unit = use.unit
         use.check_weights()
         if self.phase is None:
             self.begin_backward(task)
@@ -330,7 +331,7 @@ class Engine:
         use.active_in, use.waiting, use.is_early = task, use.input_count, True
         active.append(use)
         end_others(use, active, is_early, self._finish_use)
-        use.slot = self.enter(unit, BACKWARD, use.slot, use.reads)
+        use.slot = self.enter(use.unit, BACKWARD, use.slot, use.reads)
 
     def end_use(self, use: Use) -> None:
         """The node of one of its inputs is about to run."""

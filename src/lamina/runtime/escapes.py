@@ -36,7 +36,8 @@ _SHORT = 64  # entries
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 _is_there: Any = functools.partial(operator.is_not, None)
 _NEVER = (nn.Module, type, str, bytes, int, float)  # to be looked into
-_hooks_of = operator.attrgetter("_forward_hooks", "_forward_pre_hooks")
+_dict_of: Any = vars(nn.Module)["__dict__"].__get__  # `vars(module)` is a search that comes by Module.__getattr__
+_hooks_in = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 HEARD_EVERYWHERE = (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks)
 
 
@@ -79,8 +80,8 @@ class Escapes:
         self._hook_count = self._count_hooks()
 
     def _count_hooks(self) -> int:
-        hooks = itertools.chain.from_iterable(map(_hooks_of, _there(self._inside)))
-        return sum(map(len, hooks)) + sum(map(len, HEARD_EVERYWHERE))
+        hooks = itertools.chain.from_iterable(map(_hooks_in, _dicts(self._inside)))
+        return sum(map(len, hooks)) + len(HEARD_EVERYWHERE[0]) + len(HEARD_EVERYWHERE[1])
 
     def remove(self) -> None:
         for handles in self._handles.values():
@@ -94,7 +95,7 @@ class Escapes:
             caught: nodes of what the user's hooks on modules inside were given.
             first_node: number of the first node that autograd may have made in this forward.
         """
-        if (count := sum(map(len, map(vars, _there(self._all))))) != self._attribute_count:
+        if (count := sum(map(len, _dicts(self._all)))) != self._attribute_count:
             self._attribute_count, self._forwards_to_learn = count, FORWARDS_THAT_LEARN
         if self._forwards_to_learn > 0:
             self._forwards_to_learn -= 1
@@ -117,9 +118,15 @@ class Escapes:
                     self._places[reference, name] = None
 
 
-def _there(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[nn.Module]:
-    """Those that still live. In C, for it is done in every forward."""
-    return filter(_is_there, map(operator.call, references))
+def _dicts(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[dict[str, Any]]:
+    """The attributes of those that still live. In C, for it is done in every forward."""
+    return map(_dict_of, filter(_is_there, map(operator.call, references)))
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether a module of a unit's has hooks of the user's, beside ours."""
+    after, before = _hooks_in(_dict_of(module))
+    return bool(len(after) + len(before) > 2 or HEARD_EVERYWHERE[0] or HEARD_EVERYWHERE[1])
 
 
 def _holds_graph(value: Any) -> bool:

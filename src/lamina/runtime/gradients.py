@@ -24,6 +24,7 @@ from lamina.core.control import Control, Flags
 from lamina.core.lanes import Lanes
 from lamina.core.parameter_loops import all_there, any_there, are_there, clear_gradients, gradients_of
 from lamina.core.shard_losses import hand_over_means
+from lamina.core.shard_tensor import AS_PLAIN
 from lamina.core.slots import GRADS, WEIGHTS, Slot
 from lamina.errors import Disagreement, ParameterChanged, StateError
 from lamina.runtime.alike import Alike
@@ -114,7 +115,9 @@ class Gradients:
         held = [slot.fulls for unit in units for slot in unit.slots]
         held += [unit.params for unit in units if unit.slot is None]
         arrived = any(unit.gradients.arrived and not unit.communicates for unit in units)
-        if arrived or any_there(gradients_of(chain.from_iterable(held))):
+        with AS_PLAIN():
+            any_held = any_there(gradients_of(chain.from_iterable(held)))
+        if arrived or any_held:
             yield from filter(self.any_of, units)
 
     def all_of(self, unit: Unit) -> bool:
@@ -136,6 +139,10 @@ class Gradients:
             with torch.no_grad():
                 self.reduce(phase, unit, contribute)
             return
+        with AS_PLAIN():
+            self._reduce(phase, unit, contribute)
+
+    def _reduce(self, phase: Phase, unit: Unit, contribute: bool) -> None:
         phase.ready.discard(unit.index)
         self.reducer.finish()
         if unit.index not in phase.reduced:
@@ -211,11 +218,14 @@ class Gradients:
         if self.last_micro_batch:
             self.tokens.divide(complete, self.active_ranks)
         used = self._used_anywhere(complete)
+        with AS_PLAIN():
+            for index in complete:
+                gradients = self.units[index].gradients
+                gradients.forget_pending()
+                gradients.show(used[index])
+                gradients.touched = [False] * len(gradients.params)
         for index in complete:
-            unit = self.units[index]
-            unit.gradients.forget_pending()
-            unit.gradients.bind(used[index])
-            unit.gradients.touched = [False] * len(unit.params)
+            self.units[index].gradients.hand_to_hooks(used[index])
         for unit in self.units:
             if unit.plain and unit.gradients.fresh and not unit.kept:
                 unit.gradients.fresh = False

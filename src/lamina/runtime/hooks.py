@@ -25,7 +25,7 @@ from lamina.core.slots import Slot
 from lamina.core.uncompiled import guard_hooks, uncompiled
 from lamina.errors import LaminaError, StateError
 from lamina.runtime.engine import Engine
-from lamina.runtime.escapes import FILLED_LATER, HEARD_EVERYWHERE, Escapes
+from lamina.runtime.escapes import FILLED_LATER, Escapes, is_heard
 from lamina.runtime.lookups import reads_weights
 from lamina.runtime.phase import Phase
 from lamina.runtime.precision import cast_tree
@@ -36,6 +36,7 @@ from lamina.runtime.uses import (
     count_hooks,
     hides_tensors,
     hook_of,
+    hooks_of,
     nodes_of_inputs,
     nodes_of_outputs,
     serve_hooks,
@@ -95,6 +96,7 @@ class ModuleHooks:
         self.frames: list[Frame] = []
         self.copy: Callable[[dict[int, Any]], Any] | None = None  # what stands for them in a copied model
         self.title = type(module).__name__
+        self.here = f"inside the forward of {self.title}"
         self.module = weakref.ref(module)
         self.escapes: Escapes | None = None  # made in the first forward with gradients
         self._register(module)
@@ -126,12 +128,15 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             frame = self.frames[-1]
             self._listen(frame)
-            frame.lists = [each for each in (*args, *kwargs.values()) if isinstance(each, FILLED_LATER)]
-            frame.tensors = [t for t in _tensors_below((args, kwargs) if kwargs else args) if t.requires_grad]
+            for each in (*args, *kwargs.values()):  # comprehensions are calls
+                if isinstance(each, FILLED_LATER):
+                    frame.lists.append(each)
+            for tensor in _tensors_below((args, kwargs) if kwargs else args):
+                if tensor.requires_grad:
+                    frame.tensors.append(tensor)
             frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
             if len(frame.tensors) > 1:
-                for node in frame.inputs:
-                    hook_of(node, self.engine, self.engine.begin_use, self.engine.end_use)
+                hooks_of(frame.inputs, self.engine, self.engine.begin_use, self.engine.end_use)
                 frame.hooks_before = count_hooks(frame.tensors, self.engine)
         return args, kwargs
 
@@ -223,7 +228,7 @@ class ModuleHooks:
         has_graph = torch.is_grad_enabled()
         for unit, slot in zip(self.units, frame.slots, strict=True):
             if slot is not None:
-                unit.refuse_writes(slot, f"inside the forward of {self.title}")
+                unit.refuse_writes(slot, self.here)
                 unit.window.check_shown()
                 slot.is_saved |= has_graph
         if has_graph:
@@ -233,9 +238,9 @@ class ModuleHooks:
             frame.around.graphless += [*frame.graphless, *map(weakref.ref, heard)]
 
     def _watch(self, frame: Frame, output: Any, tensors: list[Tensor]) -> None:
-        escaped = self._escaped(frame, output)
         nodes = nodes_of_outputs(tensors, frame.inputs)
-        nodes += [node for node in escaped if node not in nodes and node not in frame.inputs]
+        if escaped := self._escaped(frame, output):
+            nodes += [node for node in escaped if node not in nodes and node not in frame.inputs]
         if not nodes:
             if hides_tensors(output):
                 raise StateError(
@@ -248,8 +253,8 @@ class ModuleHooks:
         closed = next(_moments)
         self._begin_inside(escaped)
         made = range(frame.first_node, next_node())
-        ends = [hook_of(node, engine, engine.begin_use, engine.end_use) for node in frame.inputs]
-        begins = [hook_of(node, engine, engine.begin_use, engine.end_use) for node in nodes]
+        ends = hooks_of(frame.inputs, engine, engine.begin_use, engine.end_use)
+        begins = hooks_of(nodes, engine, engine.begin_use, engine.end_use)
         are_beside = any_beside(frame.tensors, tensors, ends, begins)
         for unit, slot in zip(self.units, frame.slots, strict=True):
             reads = slot is None or not unit.sharded or reads_weights(frame.module, self.after, slot, nodes, tensors)
@@ -293,16 +298,17 @@ class ModuleHooks:
 
     def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""
-        owned = [slot.buffer.untyped_storage().data_ptr() for slot in frame.slots if slot is not None]
-        if not owned:
-            return
-        for tensor in tensors:
-            if _storage(tensor) in owned:
-                raise StateError(
-                    f"{self.title} returns its own weight, or a view of it (shape "
-                    f"{tuple(tensor.shape)}): the memory is used "
-                    "for other weights after the forward. Return `weight.clone()`"
-                )
+        for slot in frame.slots:
+            if slot is None:
+                continue
+            owned = slot.buffer.untyped_storage().data_ptr()
+            for tensor in tensors:
+                if _storage(tensor) == owned:
+                    raise StateError(
+                        f"{self.title} returns its own weight, or a view of it (shape "
+                        f"{tuple(tensor.shape)}): the memory is used "
+                        "for other weights after the forward. Return `weight.clone()`"
+                    )
 
 
 def _tensors_below(value: Any) -> list[Tensor]:
@@ -321,12 +327,6 @@ def _tensors_below(value: Any) -> list[Tensor]:
 def opens_window(module: nn.Module) -> bool:
     """Whether a module's forward is hooked by a sharded model."""
     return any(isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in module._forward_pre_hooks.values())
-
-
-def is_heard(module: nn.Module) -> bool:
-    """Whether a module of a unit's has hooks of the user's, beside ours."""
-    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-    return hooks > 2 or any(map(len, HEARD_EVERYWHERE))
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -318,12 +318,12 @@ class UnitGradients:
             view.set_(view.clone().untyped_storage(), 0, view.shape, view.stride())
             self.views[position] = place
 
-    def bind(self, used: Sequence[bool]) -> None:
-        """After the last reduction of a backward: p.grad where any rank used the parameter; there the user's hooks.
-
-        A gradient that was there before stays.
-        """
+    def show(self, used: Sequence[bool]) -> None:
+        """After the last reduction of a backward: p.grad where any rank used the parameter, or it was there before."""
         self._show(list(map(or_, used, self.had)))
+
+    def hand_to_hooks(self, used: Sequence[bool]) -> None:
+        """The user's hooks on what is shown; what was kept from them, or from the reduction, joins it."""
         if not (self._are_hooked() or self.earlier or self.arrived or self.held):
             return
         for position, is_used in enumerate(used):

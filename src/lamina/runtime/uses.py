@@ -109,18 +109,19 @@ class Use:
 class NodeHook:
     """All begins and ends that one sharded model has on one autograd node: the output of one may be another's input."""
 
-    __slots__ = ("begins", "ends", "begin", "end", "handle")
+    __slots__ = ("begins", "ends", "begin", "end", "handle", "all_hooks")
 
     def __init__(self, node: Any, begin: Callable[[Use], None], end: Callable[[Use], None]) -> None:
         self.begins: list[Use] = []
         self.ends: list[weakref.ref[Use]] = []
         self.begin, self.end = begin, end
         self.handle = node.register_prehook(self)
+        self.all_hooks = self.handle.hooks_dict_ref  # with those that others have before this node
 
     @property
     def others(self) -> int:
         """Hooks that others have before this node."""
-        return len(self.handle.hooks_dict_ref()) - 1
+        return len(self.all_hooks()) - 1
 
     @uncompiled
     def __call__(self, grads: Any) -> None:
@@ -130,6 +131,16 @@ class NodeHook:
                 self.end(use)
         for use in self.begins:
             self.begin(use)
+
+
+def hooks_of(
+    nodes: Iterable[Any], owner: object, begin: Callable[[Use], None], end: Callable[[Use], None]
+) -> list[NodeHook]:
+    """`hook_of` each."""
+    hooks = []
+    for node in nodes:
+        hooks.append(hook_of(node, owner, begin, end))  # a comprehension is a call
+    return hooks
 
 
 def hook_of(node: Any, owner: object, begin: Callable[[Use], None], end: Callable[[Use], None]) -> NodeHook:
@@ -166,12 +177,15 @@ class FirstHook:
 
 
 def any_beside(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], ends: Iterable[NodeHook], begins: Iterable[NodeHook]
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], ends: Sequence[NodeHook], begins: Sequence[NodeHook]
 ) -> bool:
     """Whether `serve_hooks` may have anything to do: several inputs, or hooks of others beside those of one model."""
     if len(inputs) > 1 or any(map(_hooks_on, outputs)):
         return True
-    return any(len(hook.handle.hooks_dict_ref()) > 1 for hook in (*ends, *begins))
+    for hook in (*ends, *begins):  # noqa: SIM110  # a generator costs more than this loop
+        if len(hook.all_hooks()) > 1:
+            return True
+    return False
 
 
 def serve_hooks(
@@ -222,6 +236,8 @@ def end_others(use: Use, active: Sequence[Use], is_early: bool, finish: Callable
     """Note [Begin and end] 4, once the node's turn has come."""
     if use.is_early and not is_early:
         use.is_early = False
+        if len(active) == 1:
+            return
         for other in [u for u in active if u.opened > use.closed and not u.waits_for_all]:
             finish(other)
 
@@ -274,14 +290,12 @@ def hides_tensors(value: Any) -> bool:
 
 
 def nodes_of_inputs(tensors: Sequence[Tensor]) -> tuple[list[Any], int]:
-    """Nodes of the differentiable inputs, and how many must pass before the use has ended (0: unknown)."""
+    """Nodes of inputs that need gradients, and how many must pass before the use has ended (0: unknown)."""
     nodes: list[Any] = []
-    devices: set[torch.device] = set()
     for tensor in tensors:
-        if tensor.requires_grad:
-            devices.add(tensor.device)
-            _take(tensor.grad_fn, nodes)
-    return nodes, (1 if len(devices) == 1 else len(nodes)) if nodes else 0
+        _take(tensor.grad_fn, nodes)
+    several = len(nodes) > 1 and len({tensor.device for tensor in tensors}) > 1
+    return nodes, len(nodes) if several else min(len(nodes), 1)
 
 
 def nodes_of_outputs(tensors: Sequence[Tensor], inputs: Sequence[Any]) -> list[Any]:
