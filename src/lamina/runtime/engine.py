@@ -75,7 +75,7 @@ class Engine:
         self.phase: Phase | None = None
         self.phases = 0
         self.resident: frozenset[int] = frozenset()  # agreed: units whose home holds weights on every rank
-        self.last_forward = 0  # when the last root forward began, among all models of the process
+        self.last_forward = next(_forwards)  # when the last root forward began, or else this: among all models here
         self._kept_slots: dict[int, list[Slot]] = {}  # by unit, one a `keep` scope
         ENGINES.add(self)
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import or_
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,17 @@ from lamina.runtime.tokens import Tokens
 from lamina.runtime.unit import Unit
 
 
+@dataclass(frozen=True)
+class Share:
+    """This rank's in a batch of `lamina.even`."""
+
+    has_data: bool
+    active_ranks: int  # how many have
+    ranks: Sequence[int]  # those that the loop goes over
+
+    now: ClassVar[Share | None] = None  # of the batch that is under way
+
+
 class Gradients:
     """Gradients of all units on this rank."""
 
@@ -53,17 +66,27 @@ class Gradients:
         self.accumulating = False
         self.contributes = True  # False: this rank has run out of data and reduces zeros
         self.active_ranks = control.world  # over which gradients are averaged
+        self.is_left_out = False  # the batch is one of other ranks
         self.are_aside = False  # what was there before the backward that is under way
+        self.take_share()
 
-    def set_share(self, contributes: bool, active_ranks: int) -> None:
+    def take_share(self) -> None:
         """Whether this rank has data, and how many ranks have."""
-        self.contributes, self.active_ranks = contributes, active_ranks
+        share = Share.now
+        self.is_left_out = share is not None and share.ranks != self.control.ranks
+        if share is None or self.is_left_out:
+            share = Share(True, self.control.world, ())
+        contributes, active_ranks = self.contributes, self.active_ranks = share.has_data, share.active_ranks
         for unit in self.units:
             unit.mesh.share.contributes, unit.mesh.share.active = contributes, active_ranks
 
+    @property
+    def divisor(self) -> int:
+        """Means are over the ranks that have data, and sums that are to be divided by their tokens over all."""
+        return self.control.world if self.tokens.are_counted else self.active_ranks
+
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
-        self.set_share(before.contributes, before.active_ranks)
         self.tokens.follow(before.tokens)
 
     def begin(self) -> None:
@@ -81,6 +104,12 @@ class Gradients:
 
     def begin_phase(self) -> None:
         """The backward has reached a unit."""
+        if self.is_left_out:
+            raise StateError(
+                "this is a batch of `lamina.even`, whose loop goes over the data ranks of the model that was made or "
+                "called last when it began; this model's data ranks are others. Call it before the loop, or train it "
+                "outside"
+            )
         self.tokens.refuse_other_terms()
         self.begin()
 
@@ -164,7 +193,7 @@ class Gradients:
             unit.was_entered = unit.alive_uses > 0
         if slot is not None:
             slot.to(GRADS)
-        self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.active_ranks)
+        self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.divisor)
 
     def _reduce_directly(
         self, unit: Unit, route: DirectRoute, gradients: Sequence[Tensor | None], slot: Slot | None
@@ -173,7 +202,7 @@ class Gradients:
         self.drop(unit)
         unit.was_entered = unit.alive_uses > 0
         unit.gradients.touched = list(map(or_, unit.gradients.touched, are_there(gradients)))
-        self.reducer.start_direct(unit, route, gradients, slot, self.active_ranks)
+        self.reducer.start_direct(unit, route, gradients, slot, self.divisor)
         self.reducer.hold(gradients)
 
     def _collect(self, unit: Unit, gradients: Sequence[Tensor | None], place: Slot | Staging, clean: bool) -> None:
@@ -216,7 +245,7 @@ class Gradients:
         complete = [index for index in reduced if index not in self.reducer.partials]
         self.tokens.take_fresh()
         if self.last_micro_batch:
-            self.tokens.divide(complete, self.active_ranks)
+            self.tokens.divide(complete, self.control.world)
         used = self._used_anywhere(complete)
         with AS_PLAIN():
             for index in complete:

@@ -4,7 +4,7 @@ Note [Reduction]
     1. A reduction climbs the levels of sharding, innermost first; at each, every rank sends each member its part and
        sums what it got in float32 (or the master's dtype), in rank order: bitwise the same between runs.
     2. The last level writes or adds into the gradient range, decided per parameter: is its buffer valid?
-    3. The division by the number of data ranks is ours, once, at the end.
+    3. The division by the number of data ranks is ours, once, at the end; sums that wait are scaled where it changes.
     4. While micro-batches accumulate, only the levels that gradients are split over are climbed; the partial sums wait
        in `partial` until the last one.
     5. On the host, a reduction is finished at moments that its place in the program fixes (the next reduction, the end
@@ -151,7 +151,7 @@ class Reducer:
         if target == 0 and held is not None and held.climbed:
             target = GRADS_LEVEL  # sums that began without defer=, perhaps of a step that was given up, go on there
         if target == 0 or (held is not None and held.climbed == 0):
-            sources, stable = self._add_whole(unit, sources), False
+            sources, stable = self._add_whole(unit, sources, divisor), False
             self._release(slot)
             slot = None
             if target == 0:
@@ -233,8 +233,8 @@ class Reducer:
             slot.freed = self.lanes.reduce.mark()
             slot.to(EMPTY)
 
-    def _add_whole(self, unit: Unit, sources: Sequence[Tensor]) -> list[Tensor]:
-        sums = self._partial(unit, 0, [source.numel() for source in sources]).sums
+    def _add_whole(self, unit: Unit, sources: Sequence[Tensor], divisor: int) -> list[Tensor]:
+        sums = self._partial_sums(unit, 0, [source.numel() for source in sources], divisor)
         for segment, total, source in zip(unit.layout.segments, sums, sources, strict=True):
             if segment.trainable:
                 total.add_(source)
@@ -246,18 +246,16 @@ class Reducer:
             for total in self.partials[unit.index].sums:
                 total.zero_()
 
-    def _partial(self, unit: Unit, climbed: int, numels: Sequence[int]) -> Partial:
+    def _partial_sums(self, unit: Unit, climbed: int, numels: Sequence[int], divisor: int) -> list[Tensor]:
+        """By segment, to be divided by `divisor`."""
         if unit.index not in self.partials:
+            device = unit.mesh.device
             sums = [
-                torch.zeros(
-                    numel if segment.trainable else 0,
-                    dtype=gradient_dtype(segment.master),
-                    device=unit.mesh.device,
-                )
+                torch.zeros(numel if segment.trainable else 0, dtype=gradient_dtype(segment.master), device=device)
                 for segment, numel in zip(unit.layout.segments, numels, strict=True)
             ]
-            self.partials[unit.index] = Partial(climbed, sums)
-        return self.partials[unit.index]
+            self.partials[unit.index] = Partial(climbed, divisor, sums)
+        return self.partials[unit.index].over(divisor)
 
     # ---- levels ------------------------------------------------------------------------------------------------
 
@@ -379,9 +377,9 @@ class Reducer:
             rows, level = pending.rows[number], climbed
             if pending.target == GRADS_LEVEL or held is not None:
                 rows = self._climb(unit, number, rows, level, GRADS_LEVEL)
-                partial = self._partial(unit, GRADS_LEVEL, self._numels_at_grads(unit))
-                add_rows(partial.sums[number], rows, 1.0, accumulate=True)
-                rows, level = (partial.sums[number],), max(level, GRADS_LEVEL)
+                sums = self._partial_sums(unit, GRADS_LEVEL, self._numels_at_grads(unit), pending.divisor)
+                add_rows(sums[number], rows, 1.0, accumulate=True)
+                rows, level = (sums[number],), max(level, GRADS_LEVEL)
             if pending.target == ALL_LEVELS:
                 if pending.goes_on or held is not None:
                     rows = self._climb(unit, number, rows, level, ALL_LEVELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,7 +46,15 @@ class Partial:
     """Sums of earlier micro-batches that are not reduced to the end."""
 
     climbed: int  # levels of sharding that are behind them: 0 (whole) or GRADS_LEVEL
+    divisor: int  # what they are to be divided by in the end; see Note [Reduction] 3
     sums: list[Tensor]  # by segment
+
+    def over(self, divisor: int) -> list[Tensor]:
+        """The sums, by segment, to be divided by another number: ranks run out of data in `lamina.even`."""
+        if divisor != self.divisor:
+            torch._foreach_mul_([total for total in self.sums if total.numel()], divisor / self.divisor)
+            self.divisor = divisor
+        return self.sums
 
 
 @dataclass

@@ -16,6 +16,7 @@ from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of, runtimes_with
 from lamina.runtime.assemble import RUNTIMES, Runtime
+from lamina.runtime.gradients import Share
 from lamina.runtime.outside import TOKEN_MEAN
 from lamina.runtime.tokens import divisor
 from lamina.runtime.unit import Unit
@@ -164,7 +165,7 @@ def _count(given: Tensor | float, function: str) -> Tensor:
 
 
 def _recent() -> Runtime | None:
-    """The sharded model whose micro-batch it is, or else whose forward ran last in this process."""
+    """The sharded model whose micro-batch it is, or else that was made or ran a forward last in this process."""
     open_ones = [runtime for runtime in RUNTIMES.values() if runtime.engine.gradients.accumulating]
     return max(open_ones or RUNTIMES.values(), key=lambda r: r.engine.last_forward, default=None)
 
@@ -182,7 +183,6 @@ def even(loader: Iterable[Batch]) -> Iterator[Batch]:
         iterator = iter(loader)
     except TypeError:
         raise UsageError(f"lamina.even() takes a loader of batches, not a {type(loader).__name__}") from None
-    runtimes = list(RUNTIMES.values())
     runtime = _recent()
     if runtime is None:
         yield from iterator
@@ -201,12 +201,17 @@ def even(loader: Iterable[Batch]) -> Iterator[Batch]:
             if not any(flags):
                 return
             started, batch = True, item if has else batch
-            for each in runtimes:
-                each.engine.gradients.set_share(has, sum(flags))
+            _share(Share(has, sum(flags), runtime.control.ranks))
             yield batch  # type: ignore[misc]
     finally:
-        for each in runtimes:
-            each.engine.gradients.set_share(True, each.mesh.world)
+        _share(None)
+
+
+def _share(now: Share | None) -> None:
+    """Of all models, and of those that are made before the next batch."""
+    Share.now = now
+    for runtime in list(RUNTIMES.values()):
+        runtime.engine.gradients.take_share()
 
 
 _OVER = object()

@@ -133,8 +133,8 @@ class Tokens:
 
     # ---- dividing ----------------------------------------------------------------------------------------------
 
-    def divide(self, complete: Sequence[int], active_ranks: int) -> None:
-        """Gradients of these units, means over so many ranks, by the tokens of all ranks. Collective, if any."""
+    def divide(self, complete: Sequence[int], ranks: int) -> None:
+        """Gradients of these units, sums divided by so many ranks, by the tokens of all ranks. Collective, if any."""
         tokens, self._counted = self._counted, None
         if tokens is None:
             return
@@ -142,7 +142,7 @@ class Tokens:
         if everyone is not None:
             work = torch.distributed.all_reduce(tokens, group=everyone, async_op=True)
             finish(work, tokens, "sums tokens at the last micro-batch")
-        factor = active_ranks / divisor(tokens.to(torch.float64))
+        factor = ranks / divisor(tokens.to(torch.float64))
         with torch.no_grad():
             for index in complete:
                 self.units[index].gradients.has_squares = False
