@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -289,6 +290,27 @@ def part_of_the_root() -> None:
     sharded().first(batch_of(0, 0))
 
 
+class Scale(nn.Module):
+    """Its first operation is elementwise: the weight meets a tensor of another shape, as in most norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def elementwise_part_of_the_root() -> None:
+    model = seeded(linears)
+    model.scale = Scale()
+    lamina.shard(model, units=["blocks.*"]).scale(batch_of(0, 0))
+
+
+def written_as_it_lies() -> None:
+    safetensors.torch.save(sharded().state_dict())
+
+
 NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     adapter: ("ParameterChanged", ["blocks.1.adapter.weight", "no unit"]),
     new_head: ("ParameterChanged", ["last.weight", "no unit"]),
@@ -307,6 +329,8 @@ NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     renormed_in_forward: ("StateError", ["blocks.0.table.weight", "max_norm"]),
     method_past_the_forward: ("ShardOpError", ["first.weight", "entry_points=('encode',)"]),
     part_of_the_root: ("ShardOpError", ["first.weight", "call the model itself"]),
+    elementwise_part_of_the_root: ("ShardOpError", ["scale.weight", "call the model itself"]),
+    written_as_it_lies: ("ShardOpError", ["first.weight", "lamina.export"]),
     one_vector: ("ShardOpError", ["first.weight"]),
     backward_to_parameters: ("ShardOpError", ["first.weight", "p.grad"]),
     hessian: ("StateError", ["keep"]),

@@ -200,6 +200,7 @@ REFUSED: dict[str, Callable[[Shard], Any]] = {
     "item": lambda p: p.item(),
     "share_memory_": lambda p: p.share_memory_(),
     "dlpack": torch.from_dlpack,
+    "storage": lambda p: p.storage(),
     "apply_": lambda p: p.apply_(abs),
     "as_strided": lambda p: p.as_strided((3,), (1,)),
     "resize": lambda p: p.detach().resize_(3),

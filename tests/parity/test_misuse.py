@@ -87,6 +87,39 @@ def report_of_a_part() -> None:
     lamina.report(sharded().blocks[0])
 
 
+def report_of_a_wrapper() -> None:
+    lamina.report(nn.Sequential(sharded()))
+
+
+def resized_in_gathered(write: bool, rows: int) -> None:
+    """As transformers' `resize_token_embeddings` does; of the first rows each is what it was."""
+    model = sharded()
+    with lamina.gathered(model, write=write):
+        weight = model.blocks[1].weight
+        weight.data = torch.cat([weight.data, torch.ones(rows, WIDTH)])
+
+
+def resized_and_dropped() -> None:
+    resized_in_gathered(False, 3)
+
+
+def resized_and_kept() -> None:
+    resized_in_gathered(True, 3)
+
+
+def broadcast_in_gathered() -> None:
+    model = sharded()
+    with lamina.gathered([model.blocks[1].weight], write=True) as (weight,):
+        weight.data = torch.zeros(1)
+
+
+def cast_in_gathered() -> None:
+    """Written back, the values would have the precision of the cast."""
+    model = sharded()
+    with lamina.gathered(model.blocks[1].bias, write=True) as bias:
+        bias.data = bias.data.half()
+
+
 def read_outside() -> None:
     model = sharded()
     torch.nn.functional.linear(data_of(0), model.blocks[0].weight)
@@ -113,6 +146,11 @@ MISUSE: dict[Callable[[], None], tuple[str, list[str]]] = {
     thawed_in_16_bit: ("ParameterChanged", ["blocks.0", "bfloat16"]),
     report_of_a_copy: ("StateError", ["copy", "once"]),
     report_of_a_part: ("StateError", ["part", "whole model"]),
+    report_of_a_wrapper: ("StateError", ["Sequential", "`0`"]),
+    resized_and_dropped: ("StateError", ["blocks.1.weight", "lamina.shard()"]),
+    resized_and_kept: ("StateError", ["blocks.1.weight", "lamina.shard()"]),
+    broadcast_in_gathered: ("StateError", ["blocks.1.weight", "lamina.shard()"]),
+    cast_in_gathered: ("StateError", ["blocks.1.bias", "float16"]),
     read_outside: ("ShardOpError", ["blocks.0.weight"]),
     returned_weight: ("StateError", ["weight", "clone"]),
 }

@@ -53,6 +53,25 @@ def test_shared_module_is_one_unit_with_one_slot() -> None:
     assert len(plans["layers.0"].aliases) == 6
 
 
+class Prompts(nn.Module):
+    """As PEFT builds it: the embedding stands beside the model that holds it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Model()
+        self.prompt = nn.Embedding(4, 8)
+        self.word_embeddings = self.base.emb
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.base(tokens) + self.prompt.weight.sum() + self.word_embeddings(tokens).sum()
+
+
+def test_a_module_that_is_registered_twice_is_one_unit() -> None:
+    plans = planned(Prompts())
+    assert list(plans) == ["root", "base.emb", *(f"base.{name}" for name in LAYERS), "base.head"]
+    assert plans["base.emb"].modules == ("base.emb",)
+
+
 class ReadsWeight(Model):
     def forward(self, tokens: Tensor) -> Tensor:
         return nn.functional.linear(self.body(tokens), self.emb.weight) + 0 * self.head.weight.shape[0]

@@ -90,7 +90,7 @@ def _is_elementwise(name: str) -> bool:
 # -- errors
 
 
-def past_the_forward(param: Tensor, frame: FrameType | None) -> str:
+def past_the_forward(name: str, frame: FrameType | None) -> str:
     """What to type where a module is being called that has the parameter, and the forward that gathers it is not.
 
     Wrappers do so whose methods reach for the module inside them, and scripts that call a part of the model.
@@ -99,7 +99,7 @@ def past_the_forward(param: Tensor, frame: FrameType | None) -> str:
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
-            if owner is None and any(each is param for each in module._parameters.values()):
+            if owner is None and any(type(p) is Shard and p.name == name for p in module._parameters.values()):
                 owner = module
             outermost, method = module, frame.f_code.co_name
         frame = frame.f_back
@@ -113,7 +113,11 @@ def past_the_forward(param: Tensor, frame: FrameType | None) -> str:
             "or recompute nothing and type `with lamina.keep(model):` around the forward and the backward."
         )
     if method in dir(nn.Module) or method == "forward":
-        return f"{called}: call the model itself, or use `with lamina.gathered(module):` around it (collective)."
+        return (
+            f"{called}: call the model itself, or a method of it that does what you do here and that "
+            "lamina.shard(..., entry_points=) names. For values without gradients `with lamina.gathered(module):` "
+            "around it is enough (collective)."
+        )
     return (
         f"{called}: `{type(outermost).__name__}.{method}` leads past it. If that is the model's own method, type "
         f"lamina.shard(..., entry_points=({method!r},))."
@@ -140,7 +144,7 @@ def refuse(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "it needs the whole tensor"
 ) -> NoReturn:
     lead = lead_of(args, kwargs)
-    cure = past_the_forward(lead, sys._getframe(1)) or (
+    cure = past_the_forward(lead.name, sys._getframe(1)) or (
         "Call the module that owns it (inside its forward the parameter is whole), or use `with lamina.gathered(p) as "
         "full:`, or `p.full()` (collective)."
     )
@@ -149,10 +153,11 @@ def refuse(
 
 def _mismatch(func: Any, value: Tensor, spec: ShardSpec) -> NoReturn:
     got = value.spec.describe() if type(value) is Shard else f"a plain tensor of shape {tuple(value.shape)}"
-    raise ShardOpError(
-        f"`{op_name(func)}` got the sharded {spec.describe()} beside {got}. Sharded operands must be cut alike, and "
-        f"plain ones must broadcast to {tuple(spec.shape)}. Use `.full()` on both (collective), or work in the forward."
+    cure = past_the_forward(spec.name, sys._getframe(1)) or (
+        f"Sharded operands must be cut alike, and plain ones must broadcast to {tuple(spec.shape)}. Use `.full()` on "
+        "both (collective), or work in the forward."
     )
+    raise ShardOpError(f"`{op_name(func)}` got the sharded {spec.describe()} beside {got}. {cure}")
 
 
 # -- bringing operands to one range; see Note [one range]

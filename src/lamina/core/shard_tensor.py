@@ -44,6 +44,18 @@ OWN_ATTRIBUTES = frozenset({"_local", "spec", "geometry", "_is_param", "_reach",
 AS_PLAIN = torch._C.DisableTorchFunctionSubclass
 
 
+_INSTEAD = "Use `p.full()` (collective) for the whole tensor or `p.local` for this rank's elements."
+_INTO_FILES = "Into files: `lamina.export(path, model)`, or from one rank inside `with lamina.gathered(model):`."
+
+
+def _refusing(what: str, instead: str = _INSTEAD) -> Any:
+    def refuse(self: Shard, *args: Any, **kwargs: Any) -> NoReturn:
+        why = f"has no meaning on the sharded {self.spec.describe()}: its memory is spread over ranks"
+        raise ShardOpError(f"`{what}` {why}. {instead}")
+
+    return refuse
+
+
 class Reach:
     """Whether anybody can have got hold of the memory of some Shards, and may write there unseen at any time."""
 
@@ -157,37 +169,23 @@ class Shard(Tensor):
         with torch.no_grad():
             self.detach().copy_(value)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise ShardOpError(
-            f"`{what}` has no meaning on the sharded {self.spec.describe()}: its memory is spread over ranks. Use "
-            "`p.full()` (collective) for the whole tensor or `p.local` for this rank's elements."
-        )
-
     def requires_grad_(self, requires_grad: bool = True) -> Shard:  # type: ignore[override]
         self.requires_grad = requires_grad
         return self
 
-    def share_memory_(self) -> NoReturn:  # type: ignore[override]
-        self._refuse("share_memory_()")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:  # type: ignore[override]
-        self._refuse("numpy()")
+    share_memory_ = _refusing("share_memory_()")
+    numpy = _refusing("numpy()")
+    apply_ = _refusing("apply_()")
+    map_ = _refusing("map_()")
+    __dlpack__ = _refusing("__dlpack__()")
+    storage = _refusing("storage()", _INTO_FILES)  # safetensors and `save_pretrained` ask which tensors share memory
 
     def tolist(self) -> Any:
-        return self.item() if self.dim() == 0 else self._refuse("tolist()")
+        return self.item() if self.dim() == 0 else _refusing("tolist()")(self)
 
     def item(self) -> Any:
         """The value of a tensor with one element, equal on all ranks. Collective."""
-        return self.full().item() if self.numel() == 1 else self._refuse("item()")
-
-    def apply_(self, *args: Any) -> NoReturn:  # type: ignore[override]
-        self._refuse("apply_()")
-
-    def map_(self, *args: Any) -> NoReturn:
-        self._refuse("map_()")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
-        self._refuse("__dlpack__()")
+        return self.full().item() if self.numel() == 1 else _refusing("item()")(self)
 
     # -- copies, files, compilation
 

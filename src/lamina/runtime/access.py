@@ -24,6 +24,12 @@ def runtime_of(model: nn.Module) -> Runtime:
         raise UsageError(f"a {type(model).__name__} is no model: pass the module that lamina.shard() returned")
     runtime = RUNTIMES.get(model)
     if runtime is None:
+        wrapped = next((name for name, module in model.named_modules() if module in RUNTIMES), None)
+        if wrapped is not None:
+            raise StateError(
+                f"this {type(model).__name__} is around the model that was sharded: pass its `{wrapped}`, which "
+                "lamina.shard() returned"
+            )
         if any(isinstance(param, Shard) for param in model.parameters()):
             raise StateError(
                 f"this {type(model).__name__} is a copy of a sharded model that has not run yet, or a part of one: "
@@ -118,20 +124,34 @@ def _settle(params: Sequence[Tensor], fulls: Sequence[Tensor], write: bool) -> N
         if write:
             if isinstance(param, Shard):
                 _check_same_everywhere(name, full, param)
-            with torch.no_grad():
-                param.copy_(full)
-        elif _edited(param, full):
+        elif not _edited(param, full):
+            continue
+        if not _alike(param, full):
+            raise StateError(
+                f"`{name}` went into gathered() as {tuple(param.shape)} {param.dtype} and is {tuple(full.shape)} "
+                f"{full.dtype} at its end: a sharded parameter keeps its shape and dtype. Resize and cast before "
+                "lamina.shard()"
+            )
+        if not write:
             raise StateError(
                 f"`{name}` was edited inside gathered() without write=True, so the edit would be lost: type "
                 "gathered(..., write=True)"
             )
+        with torch.no_grad():
+            param.copy_(full)
+
+
+def _alike(param: Tensor, full: Tensor) -> bool:
+    """False where `full.data = ...` has brought another tensor."""
+    return full.shape == param.shape and full.dtype == param.dtype
 
 
 def _edited(param: Tensor, full: Tensor) -> bool:
     if not isinstance(param, Shard):
-        return not torch.equal(_bits(param.detach()), _bits(full))
-    mine = full.reshape(-1)[param.start : param.stop]
-    same = torch.equal(_bits(mine), _bits(param.local.detach()))
+        return not _alike(param, full) or not torch.equal(_bits(param.detach()), _bits(full))
+    same = _alike(param, full) and torch.equal(
+        _bits(full.reshape(-1)[param.start : param.stop]), _bits(param.local.detach())
+    )
     return _any_rank(param, not same)
 
 

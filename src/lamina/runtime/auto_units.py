@@ -134,6 +134,8 @@ class _Outline:
     def parts(self) -> _Parts:
         parts = _Parts()
         self._walk("", parts, set())
+        # A module that is registered twice (PEFT's prompts hold the embedding beside the model) is met twice.
+        parts.composites, parts.leaves = list(dict.fromkeys(parts.composites)), list(dict.fromkeys(parts.leaves))
         self._add_lone_blocks(parts)
         return parts
 
