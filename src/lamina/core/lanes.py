@@ -106,12 +106,12 @@ class StreamLane(Lane):
         number = next(self._marks) % EVENTS
         if number == len(self._events):
             self._events.append(torch.cuda.Event())
-        return Mark(self._current(), self._events[number])
+        return Mark(self.stream or self._current(), self._events[number])
 
     def wait(self, mark: Mark | None) -> None:
         if mark is None:
             return
-        stream = self._current()
+        stream = self.stream or self._current()
         waiting, marked = stream.stream_id, mark.stream_id
         if waiting != marked and self._seen.get((waiting, marked), 0) < mark.number:
             self._seen[waiting, marked] = mark.number

@@ -22,10 +22,10 @@ from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Shard
 
 _requires_grad_of = vars(torch._C.TensorBase)["requires_grad"].__get__  # past the property of Shards
-_grad_of, _layout_of = attrgetter("grad"), attrgetter("layout")
+_grad_of = attrgetter("grad")
 _grad: Any = repeat("grad")
 _NONE = frozenset([type(None)])
-_none, _strided = repeat(None), repeat(torch.strided)
+_none = repeat(None)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor | None]:
@@ -89,8 +89,3 @@ def _references_when_alone() -> tuple[int, int]:
 
 
 _ALONE, _ALONE_LOCAL = _references_when_alone()
-
-
-def are_strided(tensors: Sequence[Tensor]) -> bool:
-    """Whether none is sparse or of another layout."""
-    return all(map(is_, map(_layout_of, tensors), _strided))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter, is_
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lamina.core.laying_out import LEAST_PIECE_BYTES, must_lay_out
 from lamina.core.layout import Segment
-from lamina.core.parameter_loops import all_there, are_strided
+from lamina.core.parameter_loops import all_there
 from lamina.runtime.piece_sums import Piece, PieceSums, find_sums
 from lamina.runtime.summing import add_rows
 from lamina.runtime.unit import Unit
@@ -98,11 +98,15 @@ class DirectRoute:
         self._targets: list[tuple[Tensor, list[Tensor]]] = []  # by segment: the range, and its parts
 
     def takes(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Note [Direct] 2, as far as it is about these gradients."""
+        """Note [Direct] 2, as far as it is about these gradients, which autograd lets be dense or sparse."""
         found: Any = list(map(gradients.__getitem__, self._positions))
-        if not (all_there(found) and are_strided(found)):
+        if not all_there(found):
             return False
-        return all(map(is_, map(_dtype_of, found), self._wanted)) and all(map(Tensor.is_contiguous, found))
+        try:
+            are_contiguous = all(map(Tensor.is_contiguous, found))  # sparse ones are not
+        except RuntimeError:  # or cannot say so
+            return False
+        return are_contiguous and all(map(is_, map(_dtype_of, found), self._wanted))
 
     def run(self, unit: Unit, gradients: Sequence[Tensor | None], factor: float) -> None:
         """Queue it on the lane that is running: `factor` times the sums, into the unit's gradient ranges."""
@@ -151,7 +155,7 @@ class DirectRoute:
 
     def _push(self, gradients: Sequence[Tensor | None]) -> None:
         found: Any = list(map(gradients.__getitem__, self._sources))
-        copy_each(self._places, found + [piece.of(gradients) for piece in self._parts])
+        copy_each(self._places, chain(found, (piece.of(gradients) for piece in self._parts)))
         for target in self._zeros:
             target.zero_()
 

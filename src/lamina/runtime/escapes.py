@@ -10,13 +10,13 @@ Note [Attributes]
     Looking at every attribute of every module costs a microsecond a module. So all are looked at in the first forwards,
     and whenever a module has got more of them; afterwards only the places that have held a tensor with a graph, or
     where one may come: None, and in modules that are not torch's own 0, tensors and short containers. Modules are not
-    held: what autograd holds of a forward leads here, and the garbage collector does not see what autograd holds.
+    held: what autograd holds of a forward leads here, and the garbage collector does not see what autograd holds. Hooks
+    are looked for when others than the runtime have made a handle of any: each has one.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import operator
 import weakref
@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
+from torch.utils.hooks import RemovableHandle
 
-from lamina.runtime.uses import nodes_of_outputs, tensors_in
+from lamina.runtime.uses import NODE_HOOKS, nodes_of_outputs, tensors_in
 
 FORWARDS_THAT_LEARN = 3
 _CONTAINERS = (list, tuple, dict, set, collections.deque)
 FILLED_LATER = (list, dict, collections.deque)
 _SHORT = 64  # entries
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
-_is_there: Any = functools.partial(operator.is_not, None)
 _NEVER = (nn.Module, type, str, bytes, int, float)  # to be looked into
 _dict_of: Any = vars(nn.Module)["__dict__"].__get__  # `vars(module)` is a search that comes by Module.__getattr__
 _hooks_in = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -61,6 +61,7 @@ class Escapes:
         self._inside = [weakref.ref(each) for each in inside]
         self._handles: dict[int, list[Any]] = {}  # of our hooks, by the position of the module
         self._hook_count = 0
+        self._hung = -1  # hooks of others on anything, when these were last counted
         self._all = [weakref.ref(module), *self._inside]
         self._attribute_count = 0
         self._forwards_to_learn = FORWARDS_THAT_LEARN
@@ -68,6 +69,10 @@ class Escapes:
 
     def listen(self) -> None:
         """A forward begins: where the user has hung hooks since, hear what they will see."""
+        hung = RemovableHandle.next_id - NODE_HOOKS.made
+        if hung == self._hung:
+            return
+        self._hung = hung
         if self._count_hooks() == self._hook_count:
             return
         hears_all = bool(HEARD_EVERYWHERE[0] or HEARD_EVERYWHERE[1])
@@ -80,7 +85,7 @@ class Escapes:
         self._hook_count = self._count_hooks()
 
     def _count_hooks(self) -> int:
-        hooks = itertools.chain.from_iterable(map(_hooks_in, _dicts(self._inside)))
+        hooks = itertools.chain.from_iterable(map(_hooks_in, _dicts(_alive(self._inside))))
         return sum(map(len, hooks)) + len(HEARD_EVERYWHERE[0]) + len(HEARD_EVERYWHERE[1])
 
     def remove(self) -> None:
@@ -95,7 +100,12 @@ class Escapes:
             caught: nodes of what the user's hooks on modules inside were given.
             first_node: number of the first node that autograd may have made in this forward.
         """
-        if (count := sum(map(len, _dicts(self._all)))) != self._attribute_count:
+        try:
+            count = sum(map(len, _dicts(self._all)))
+        except TypeError:  # one has gone
+            self._all = _alive(self._all)
+            count = sum(map(len, _dicts(self._all)))
+        if count != self._attribute_count:
             self._attribute_count, self._forwards_to_learn = count, FORWARDS_THAT_LEARN
         if self._forwards_to_learn > 0:
             self._forwards_to_learn -= 1
@@ -118,9 +128,13 @@ class Escapes:
                     self._places[reference, name] = None
 
 
+def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[weakref.ref[nn.Module]]:
+    return [reference for reference in references if reference() is not None]
+
+
 def _dicts(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[dict[str, Any]]:
-    """The attributes of those that still live. In C, for it is done in every forward."""
-    return map(_dict_of, filter(_is_there, map(operator.call, references)))
+    """The attributes of modules that are alive. In C, for it is done in every forward."""
+    return map(_dict_of, map(operator.call, references))
 
 
 def is_heard(module: nn.Module) -> bool:

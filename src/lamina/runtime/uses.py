@@ -106,6 +106,18 @@ class Use:
             self.finish()
 
 
+class Tally:
+    """A number that hooks count up. An attribute of their class would have Python look up the class anew each time."""
+
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made = 0
+
+
+NODE_HOOKS = Tally()  # since the process began
+
+
 class NodeHook:
     """All begins and ends that one sharded model has on one autograd node: the output of one may be another's input."""
 
@@ -116,6 +128,7 @@ class NodeHook:
         self.ends: list[weakref.ref[Use]] = []
         self.begin, self.end = begin, end
         self.handle = node.register_prehook(self)
+        NODE_HOOKS.made += 1
         self.all_hooks = self.handle.hooks_dict_ref  # with those that others have before this node
 
     @property
