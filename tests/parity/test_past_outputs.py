@@ -340,6 +340,26 @@ def messages() -> list[str]:
     return said
 
 
+def hooked_by_hand() -> list[bool]:
+    """By way: whether a backward through what such a hook keeps is refused."""
+    refused = []
+    for way in WAYS[:3]:
+        model = lamina.shard(net(""), units=[*map(str, range(BLOCKS + 1))], **way)
+        kept: list[Tensor] = []
+        for step in range(3):
+            if step == 2:
+                model[1].down._forward_hooks[-1] = lambda _, args, out, kept=kept: kept.append(out)  # type: ignore[misc]
+            model(batch(0, step))
+        with pytest.raises(lamina.LaminaError, match="left in a list or another object"):
+            kept[0].square().mean().backward()
+        refused.append(True)
+    return refused
+
+
+def test_what_a_hook_without_a_handle_keeps_is_refused() -> None:
+    assert run_ranks(2, hooked_by_hand) == [[True] * 3] * 2
+
+
 def test_weights_that_are_not_there_are_named() -> None:
     for said in run_ranks(2, messages):
         for message in said:

@@ -11,7 +11,8 @@ Note [Attributes]
     and whenever a module has got more of them; afterwards only the places that have held a tensor with a graph, or
     where one may come: None, and in modules that are not torch's own 0, tensors and short containers. Modules are not
     held: what autograd holds of a forward leads here, and the garbage collector does not see what autograd holds. Hooks
-    are looked for when others than the runtime have made a handle of any: each has one.
+    are looked for when others than the runtime have made a handle of any. One without, written into a module's dict by
+    hand, is not heard: what it keeps is found by nobody.
 """
 
 from __future__ import annotations
