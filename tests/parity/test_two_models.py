@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
-from harness import run_ranks
+from harness import expect_error, run_ranks
 from parity.reference import TOLERANCE, gradient_deviation, parameter_deviation
 from parity.structures import WIDTH
 
@@ -72,3 +72,43 @@ def train(way: str, strategies: tuple[str, str], slots: int) -> float:
 def test_two_models_in_one_graph_equal_one_process(way: str) -> None:
     for strategies, slots in ((("zero3", "zero3"), 1), (("zero3", "zero3"), 3), (("zero2", "ddp"), 2)):
         assert max(run_ranks(2, train, way, strategies, slots)) <= TOLERANCE, (way, strategies, slots)
+
+
+class Joined(nn.Module):
+    """Both as parts of one; each rank leaves out other blocks of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = stacks()
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        return self.second(self.first(x, 0 if rank == 0 else 2), 0 if rank == 1 else 1)
+
+
+def train_on_paths(is_one: bool, strategy: str) -> float:
+    world, rank, worst = dist.get_world_size(), dist.get_rank(), 0.0
+    plain, model = Joined(), Joined()
+    if is_one:
+        lamina.shard(model, strategy, units=["*.blocks.*"])
+    else:
+        for part in (model.first, model.second):
+            lamina.shard(part, strategy, units=["blocks.*"])
+    for step in range(STEPS):
+        x = [
+            torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)).double() for r in range(world)
+        ]
+        for other in range(world):
+            (plain(x[other], other).pow(2).mean() / world).backward()
+        model(x[rank], rank).pow(2).mean().backward()
+        worst = max(worst, gradient_deviation(model, {name: p.grad for name, p in plain.named_parameters()}))
+        for each in (plain, model):
+            each.zero_grad()
+    return worst
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_ranks_that_wait_in_different_models_are_told_to_join_them(strategy: str) -> None:
+    expect_error(
+        2, train_on_paths, False, strategy, error="Disagreement", contains=("different models", "parts of one")
+    )
+    assert max(run_ranks(2, train_on_paths, True, strategy)) <= TOLERANCE

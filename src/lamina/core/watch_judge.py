@@ -31,6 +31,10 @@ _CURE_OF_LEAVING = (
     "longer gather for it. Type transport='peer', with which each rank gathers for itself, a larger slots=, or "
     "`with lamina.keep(...)` around such layers"
 )
+_CURE_OF_SEVERAL_MODELS = (
+    "They wait for each other in different models: one backward goes through several sharded models, and ranks take "
+    "different paths through them. Make them parts of one module whose forward calls them, and shard that one"
+)
 
 
 def cure_of(said: str) -> str:
@@ -246,6 +250,8 @@ def _circle(stuck: Mapping[int, Report]) -> Verdict | None:
     said = describe(reports)
     if calls:
         cure = "All ranks of a group must come to its collectives in the same order: call it on every rank, or on none"
+    elif len(_controls(reports)) > 1 and all("backward" in report.place for report in reports):
+        cure = _CURE_OF_SEVERAL_MODELS
     else:
         cure = cure_of(said)
     text = f"ranks disagree: {said}. {cure}"
