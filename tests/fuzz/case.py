@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class Case:
     acts: tuple[tuple[str, ...], ...]  # before each step
     sides: Sides | None = None
     penalty: str = ""  # over parameters, outside the forward: "before" or "behind" it in one loss, or "alone"
-    wider: Wider = Wider()
+    wider: Wider = field(default_factory=Wider)
 
     @property
     def features(self) -> frozenset[str]:
@@ -148,6 +149,12 @@ class Case:
     def scheme(self) -> Scheme:
         return SCHEMES[self.precision]
 
+    @property
+    def clips_in_step(self) -> bool:
+        """Whether lamina's own optimizer does; it holds all parameters."""
+        is_one = self.wider.optimizers in ("one", "groups")
+        return self.scheme.precision.halves and self.optimizer == "flat" and self.clip == 2.0 and is_one
+
     def rounds(self, layers: frozenset[str]) -> bool:
         """Whether gradients are sums in 16 bits, with a model of these layers.
 
@@ -161,7 +168,7 @@ class Case:
         return self.scheme.rounds and sums
 
     def __str__(self) -> str:
-        return "  ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return "  ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
 
 
 def draw_case(seed: int, ranks: int, layers: frozenset[str] = frozenset()) -> Case:
@@ -252,11 +259,14 @@ def _draw_wider(case: Case, layers: frozenset[str]) -> Case:
         wider = replace(wider, optimizers="turns")
     if wider.optimizers == "late":  # torch's schedulers count the groups that there are at first
         wider = replace(wider, schedule="")
-    is_clipped_in_step = case.precision == "bf16, halves" and case.optimizer == "flat" and case.clip == 2.0
-    if is_clipped_in_step or "Mixed" in layers or wider.optimizers not in ("one", "groups"):
+    if case.clips_in_step or "Mixed" in layers or wider.optimizers not in ("one", "groups"):
         wider = replace(wider, overflow=None, unscales=True)  # torch cannot unscale complex gradients, or none at all
     if case.penalty or {"strand", "outdate"} & {act for acts in case.acts for act in acts}:
         wider = replace(wider, batches=())
+    if wider.overflow is not None and layers & {"Cut", "frozen first"}:
+        wider = replace(wider, overflow=(*wider.overflow[:2], "head"))
+    if any(name.startswith("leaves") for name in layers):  # torch copies no graphs
+        acts = {step: act for step, act in acts.items() if act == "move"}
     if case.hooks or case.sides or wider.batches:
         acts = {step: act for step, act in acts.items() if act != "twin"}
     drawn = {act for some in case.acts for act in some}
@@ -274,7 +284,7 @@ def moved(case: Case, number: int, layers: frozenset[str]) -> Case:
     new = replace(case, slots=other.slots, debug=other.debug, units=other.units)
     if case.precision != "bf16, halves":  # which not every layout has
         new = replace(new, transport=other.transport, replicate=other.replicate)
-        if not case.wider.batches or other.world == case.world:
+        if not case.wider.batches or ranks == case.world == other.world:  # ranks keep their numbers
             new = replace(new, grid=other.grid, world=other.world, strategy=other.strategy)
     if case.sides is None:
         new = replace(new, recompute=other.recompute)
@@ -331,14 +341,23 @@ def units_of(case: Case, model: RandomModel) -> Any:
     if case.units == "nested":
         return [*blocks, *(m.deep for block in blocks for m in block.modules() if isinstance(m, Leaves))]
     if case.units == "tree":
-        draw = random.Random(f"tree {case.seed}")
-        inner = [
-            m for m in model.blocks.modules() if not isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
-        ]
-        return [m for m in inner if draw.random() < 0.5] or "auto"
+        return _draw_tree(model, random.Random(f"tree {case.seed}"), ignored_of(case, model)) or "auto"
     if case.units == "groups":
         return [list(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
     return list(blocks)
+
+
+def _draw_tree(model: RandomModel, draw: random.Random, ignored: list[str]) -> list[nn.Module]:
+    """Modules at any depth, one inside another, each with a parameter that lies in no other one."""
+    places = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    left = {p for name, p in model.named_parameters() if places[p] == 1 and name not in ignored}
+    chosen = []
+    for module in reversed(list(model.blocks.modules())):  # the innermost ones first
+        own = left.intersection(module.parameters())
+        if own and not isinstance(module, nn.ModuleList) and draw.random() < 0.5:
+            chosen.append(module)
+            left -= own
+    return chosen
 
 
 def ignored_of(case: Case, model: RandomModel) -> list[str]:

@@ -48,7 +48,20 @@ class Sides:
         """Whether what is left has a backward of its own: on all ranks, as which there are must agree over them."""
         if self.order == "with" or (self.order == "alone" and step != ALONE_IN):
             return False
-        return all(any(side.requires_grad for side in losses.sides) for losses in ranks)
+        return all(any(_leads_to_parameters(side) for side in losses.sides) for losses in ranks)
+
+
+def _leads_to_parameters(loss: Tensor) -> bool:
+    """And not to inputs alone."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(getattr(node, "variable", None), nn.Parameter):
+                return True
+            waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 @dataclasses.dataclass

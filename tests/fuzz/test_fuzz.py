@@ -9,15 +9,19 @@ from fuzz.models import LEAVES, RandomModel
 from fuzz.play import case_of, play_all
 from fuzz.run import Way
 from fuzz.sides import KEPT, ORDERS
+from fuzz.twins import KINDS, kind_of_average
+from fuzz.wider import OPTIMIZERS as WAYS_TO_SPLIT
+from fuzz.wider import SCHEDULES
 from harness import run_ranks
 
 world_of = Way(None).world_of
 SEEDS = (15, 108, 137, 167, 188, 213, 458, 504, 629, 650, 678, 687, 697, 704, 760, 769, 832, 859, 881)
+WIDER_SEEDS = (10078, 10257, 10385, 10463, 10609, 10647)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_jobs_equal_one_process(world: int) -> None:
-    seeds = [seed for seed in SEEDS if world_of(seed) == world]
+    seeds = [seed for seed in SEEDS + WIDER_SEEDS if world_of(seed) == world]
     for outcomes in run_ranks(world, play_all, seeds, timeout=120):
         for outcome in outcomes:
             assert outcome.is_right, f"{outcome.worst:.2e} in {outcome.where}: {outcome.case}"
@@ -41,3 +45,15 @@ def test_the_set_has_some_of_everything() -> None:
     assert {kind for case in cases if case.sides for _, kind in case.sides.hooks} == set(KEPT)
     assert {case.sides.hooked for case in cases if case.sides and case.sides.hooks} == {"before", "after", "late"}
     assert {f"leaves {way}" for way in ("attribute", "buffer", "above", "argument", "head of detached")} <= layers
+
+
+def test_the_wider_set_has_some_of_everything() -> None:
+    cases = [case_of(seed, world_of(seed)) for seed in WIDER_SEEDS]
+    drawn = frozenset().union(*(case.features for case in cases))
+    assert {f"optimizers {way}" for way in WAYS_TO_SPLIT} - {"optimizers one"} <= drawn
+    assert {f"schedule {kind}" for kind in SCHEDULES if kind} <= drawn
+    assert {"overflow first", "overflow head", "unscaled by the optimizer", "uneven", "slip", "units=tree"} <= drawn
+    assert {"act move", "act twin", "act average"} <= drawn
+    kinds = {kind_of_average(case.seed) for case in cases if "act average" in case.features}
+    assert kinds == set(KINDS)
+    assert {case.accumulation for case in cases if case.wider.batches} >= {"each", "defer"}

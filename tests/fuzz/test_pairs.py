@@ -1,0 +1,21 @@
+"""A few random jobs of two models; more on demand: `python tests/fuzz/pairs.py --seeds 0:200 --world 4`."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuzz.pairs import TOLERANCE, WAYS, draw_pair, play_all
+from harness import run_ranks
+
+SEEDS = {2: (0, 1, 2, 13), 3: (8, 12, 27)}
+
+
+@pytest.mark.parametrize("world", SEEDS)
+def test_random_pairs_equal_one_process(world: int) -> None:
+    for rows in run_ranks(world, play_all, SEEDS[world], timeout=120):
+        for seed, (worst, where) in zip(SEEDS[world], rows, strict=True):
+            assert worst <= TOLERANCE, f"seed {seed}: {worst:.2e} in {where}"
+
+
+def test_the_set_has_every_way() -> None:
+    assert {draw_pair(seed, world).way for world, seeds in SEEDS.items() for seed in seeds} == set(WAYS)
