@@ -14,7 +14,7 @@ from lamina.planner.plan import Plan
 from lamina.planner.rates import Reached
 from lamina.planner.timeline import COMPUTE, Span
 from lamina.trace.recording import OPTIMIZER, WAIT, Recording
-from lamina.train.compare import compare, config_of_pass, forecast_spans, machine_for
+from lamina.train.compare import compare, config_of_pass, forecast_spans, kind_of, machine_for
 from lamina.train.config import to_toml
 from lamina.train.plan_cli import forecast
 from lamina.train.planned import open_planned
@@ -118,3 +118,8 @@ def test_what_cannot_be_compared_is_refused(
     monkeypatch.setattr("lamina.train.compare.OWN", tmp_path / "nothing.toml")
     with pytest.raises(UsageError, match="run `lamina doctor` there, or type --machine h100"):
         machine_for(seen, None)
+
+
+def test_units_of_several_blocks_are_of_the_same_kind() -> None:
+    assert {kind_of(name) for name in ("layers.3", "layers.0-3", "layers.12-15")} == {"layers.*"}
+    assert kind_of("stages.1.blocks.2+head") == "stages.*.blocks.*+head"

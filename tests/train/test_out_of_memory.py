@@ -121,31 +121,33 @@ class _Chain(torch.nn.Sequential):
         return self[1](_Fails.apply(x) if self.fails_in == "backward" else x)
 
 
-def own_loop(fails_in: str) -> None:
+def own_loop(fails_in: str, units: list[Any]) -> None:
     """Nobody catches it; in a launched rank it goes to the launcher."""
-    model = lamina.shard(_Chain(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "zero2", units=[torch.nn.Linear])
+    model = lamina.shard(_Chain(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "zero2", units=units)
     model.fails_in = fails_in  # type: ignore[assignment]
     if fails_in == "forward":
         model[1].register_forward_pre_hook(lambda *_: too_much())
     model(torch.ones(2, 8)).sum().backward()
 
 
-def noted(fails_in: str) -> tuple[str, list[str]]:
+def noted(fails_in: str, units: list[Any]) -> tuple[str, list[str]]:
     """On a rank: the type of the error, and its notes once a terminal would show it."""
     with pytest.raises(RuntimeError) as failed:
-        own_loop(fails_in)
+        own_loop(fails_in, units)
     add_notes(failed.value)
     add_notes(failed.value)
     assert "recompute=" in words_of(failed.value), "what a terminal shows"
     return type(failed.value).__name__, failed.value.__notes__
 
 
+@pytest.mark.parametrize(("units", "unit"), [(["0", "1"], "1"), ([["0", "1"]], "0-1")])
 @pytest.mark.parametrize("fails_in, kind", [("forward", "RuntimeError"), ("backward", "OutOfMemoryError")])
-def test_a_loop_of_ones_own_gets_a_note(fails_in: str, kind: str) -> None:
-    for name, notes in run_ranks(2, noted, fails_in):
+def test_a_loop_of_ones_own_gets_a_note(fails_in: str, kind: str, units: list[Any], unit: str) -> None:
+    for name, notes in run_ranks(2, noted, fails_in, units):
         (note,) = notes
         assert name == kind, "it stays torch's"
-        assert f"memory ran out in {fails_in}" in note and "or 'full', strategy='zero3')" in note
+        where = f"{fails_in} of `{unit}`" if fails_in == "forward" else fails_in  # nothing is gathered in this backward
+        assert f"memory ran out in {where}" in note and "or 'full', strategy='zero3')" in note
 
 
 def test_what_does_not_run_out_is_left_alone(tmp_path: Path) -> None:

@@ -106,9 +106,10 @@ def note_of(error: BaseException) -> str:
 
 def _unit_of(module: str, model: nn.Module) -> str:
     """The innermost unit that a module lies in."""
-    units = [unit.name for unit in RUNTIMES[model].units] if model in RUNTIMES else []
-    holding = [name for name in units if module == name or module.startswith(f"{name}.")]
-    return max(holding, key=len, default="root")
+    units = RUNTIMES[model].units if model in RUNTIMES else []
+    opening = {name: unit.name for unit in reversed(units) for name in unit.plan.modules if name}
+    holding = [name for name in opening if module == name or module.startswith(f"{name}.")]
+    return opening[max(holding, key=len)] if holding else "root"
 
 
 def _open_unit(model: nn.Module) -> str:

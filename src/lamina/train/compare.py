@@ -265,13 +265,18 @@ def _rows(plan: Plan, step: Recording) -> tuple[Row, ...]:
     return (*rows[True], *parts, *rows[False])
 
 
+def kind_of(unit: str) -> str:
+    """`layers.*`, of `layers.3` and of `layers.0-3`."""
+    return re.sub(r"\d+(-\d+)?", "*", unit)
+
+
 def _by_kind(spans: Iterable[Span], units: Sequence[str]) -> dict[tuple[Op, str], float]:
     """Milliseconds of each operation, units that differ in a number only taken together."""
     sums: dict[tuple[Op, str], float] = {}
     for span in spans:
         step = title_of(span.label)
         if step is not None:
-            key = step.op, re.sub(r"\d+", "*", units[step.unit])
+            key = step.op, kind_of(units[step.unit])
             sums[key] = sums.get(key, 0.0) + span.duration_ms
     return sums
 
