@@ -14,7 +14,7 @@ import datetime
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,13 +78,13 @@ class C10d:
         assert group.pg is not None  # past torch.distributed's checks: 20 us of host time for each call
         pg = group.pg
         if self.asynchronous:
-            return functools.partial(pg._allgather_base, whole, part)
+            return functools.partial(on_host(pg)._allgather_base, whole, part)
         return lambda: _queue(pg._allgather_base(whole, part, GATHER_NOW))
 
     def exchange(self, group: Group, inbox: Tensor, source: Tensor) -> Exchange:
         assert group.pg is not None
         if self.asynchronous:
-            return functools.partial(group.pg.alltoall_base, inbox, source, [], [])
+            return functools.partial(on_host(group.pg).alltoall_base, inbox, source, [], [])
         pg = group.pg
         return lambda: _queue(pg.alltoall_base(inbox, source, [], [], EXCHANGE_NOW))
 
@@ -100,6 +100,14 @@ class C10d:
 
     def all_reduce(self, group: Group, tensor: Tensor) -> dist.Work | None:
         return dist.all_reduce(as_real(tensor), group=group.pg, async_op=self.asynchronous)
+
+
+def on_host(pg: dist.ProcessGroup) -> Any:
+    """What carries a group's collectives out on a CPU, past torch's dispatcher, which costs more than what it calls."""
+    try:
+        return pg._get_backend(torch.device("cpu"))
+    except (AttributeError, RuntimeError):  # a group that is written in Python
+        return pg
 
 
 def _queue(work: dist.Work | None) -> None:
