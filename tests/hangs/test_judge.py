@@ -207,6 +207,16 @@ def test_a_dropped_model_is_named() -> None:
     assert verdict is not None and "rank 1 ended or dropped the model" in verdict.text
     other = replace(dropped, dropped=("2",))
     assert look_twice(rank(0, {"gather": 5}, waits="lamina"), other) is None
+    in_call = rank(0, {"gather": 5}, waits="call", group="gather")
+    assert look_twice(in_call, dropped) is not None
+
+
+def test_a_rank_that_has_dropped_its_model_may_still_come_to_a_call_of_the_user() -> None:
+    """It writes a report of the run, say, and the others are in the barrier already."""
+    dropped = replace(rank(1, {"gather": 5, "world": 1}), dropped=("1",))
+    barrier = rank(0, {"gather": 5, "world": 2}, waits="call", group="world")
+    assert look_twice(barrier, dropped) is None
+    assert look_twice(barrier, replace(dropped, left="has ended its program")) is not None
 
 
 def test_ranks_known_to_be_missing_go_before_counts() -> None:

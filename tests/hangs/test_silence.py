@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -84,6 +85,31 @@ def be_slow() -> float:
 
 def test_slow_ranks_are_waited_for() -> None:
     first, second = run_ranks(2, be_slow, timeout=60)
+    assert first == second
+
+
+def be_slow_without_the_model(own: str) -> float:
+    """Training is over and the model gone; rank 1 does what it alone has to do before ranks meet again."""
+    with short_limits():
+        model = build()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        kept = list(model.parameters())
+        del model
+        gc.collect()
+        if dist.get_rank() == 1:
+            time.sleep(2 * LONG_S)
+        if own == "barrier":
+            dist.barrier()
+        elif own == "parameter":
+            return float(kept[0].full().sum())  # type: ignore[operator]
+        else:
+            step(build())
+        return 0.0
+
+
+@pytest.mark.parametrize("own", ["barrier", "parameter", "next model"])
+def test_a_slow_rank_that_has_dropped_the_model_is_waited_for(own: str) -> None:
+    first, second = run_ranks(2, be_slow_without_the_model, own, timeout=60)
     assert first == second
 
 

@@ -11,6 +11,7 @@ Note [Proof]
        ranks that wait for each other, directly or in a circle, have parted for good.
     3. Ranks that opened different phases under one number have parted, whether blocked or not.
     4. One who has ended or is stopped issues nothing more. One who ended well harms only those who wait for it by 1.
+    5. One who has dropped a model issues nothing more for it, and goes on with whatever else there is.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ def _ended(
             said, code = f"{near[rank]}{last}", STOPPED if is_stopped else DIED
         elif rank in silent and any(r.lost for r in waiting):
             said = f"is gone (its connections broke and it reports nothing any more){last}"
-        elif any(r.wait and r.wait.control in other.dropped and waits_for(r, other) for r in waiting):
+        elif any(_needs_a_model_of(r, other) and waits_for(r, other) for r in waiting):
             said, code = f"ended or dropped the model{last}", ENDED
         else:
             continue
@@ -218,6 +219,14 @@ def _ended(
             text += ". Where ranks have unequal numbers of batches, iterate `lamina.even(loader)`"
         return Verdict(text, code, _numbers(stuck.values()), _controls(waiting), cause)
     return None
+
+
+def _needs_a_model_of(report: Report, other: Report) -> bool:
+    """Whether it waits in a collective of a model that the other has dropped. To the user's own it may still come."""
+    wait = report.wait
+    if wait is None or wait.control not in other.dropped:
+        return False
+    return wait.kind != "call" or any(report.groups[name].ours for name in _awaited(report)[1])
 
 
 def _concerns(report: Report, other: Report) -> bool:
