@@ -261,14 +261,18 @@ def _draw_wider(case: Case, layers: frozenset[str]) -> Case:
         wider = replace(wider, schedule="")
     if case.clips_in_step or "Mixed" in layers or wider.optimizers not in ("one", "groups"):
         wider = replace(wider, overflow=None, unscales=True)  # torch cannot unscale complex gradients, or none at all
+    if case.rounds(layers):  # the job by hand goes on with the gradients that lamina has
+        wider = replace(wider, unscales=True)
     if case.penalty or {"strand", "outdate"} & {act for acts in case.acts for act in acts}:
         wider = replace(wider, batches=())
     if wider.overflow is not None and layers & {"Cut", "frozen first"}:
         wider = replace(wider, overflow=(*wider.overflow[:2], "head"))
     if any(name.startswith("leaves") for name in layers):  # torch copies no graphs
-        acts = {step: act for step, act in acts.items() if act == "move"}
+        acts = {step: act for step, act in acts.items() if act in ("move", "rewind")}
     if case.hooks or case.sides or wider.batches:
         acts = {step: act for step, act in acts.items() if act != "twin"}
+    if wider.optimizers == "late" or "move" in acts.values():  # a snapshot is of the groups and layout that there were
+        acts = {step: act for step, act in acts.items() if act != "rewind"}
     drawn = {act for some in case.acts for act in some}
     if wider.optimizers == "late" and drawn & {"strand", "outdate", "give_up", "fail"}:
         wider = replace(wider, optimizers="ends")  # which clear gradients that are still to come

@@ -28,7 +28,7 @@ from fuzz.plain import Plain
 from fuzz.sides import Keeper, Losses, begin_step, deviation_of_all
 from fuzz.stranded import outdate, strand
 from fuzz.trainer import Trainer
-from fuzz.twins import average, twin
+from fuzz.twins import average, rewind, twin
 from lamina.runtime.assemble import RUNTIMES
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
@@ -62,7 +62,7 @@ class Job:
         self.trainers = [mine, theirs]
         self.rounds = case.rounds(self.plain.features)
         self.batches = iter(lamina.even(range(case.wider.batches[self.rank]))) if case.wider.batches else None
-        self.moves, self.average_of = 0, None
+        self.moves, self.average_of, self.snapshot = 0, None, None
         self.number: int | None = None  # of the step that is under way
         self.worst, self.where, self.rounding = 0.0, "", 0.0
 
@@ -290,7 +290,7 @@ class Job:
 
     # ---- what happens between steps ----------------------------------------------------------------------------
 
-    strand, outdate, move, twin, average = strand, outdate, move, twin, average
+    strand, outdate, move, twin, average, rewind = strand, outdate, move, twin, average, rewind
 
     def act(self, what: str) -> None:
         getattr(self, what)()

@@ -53,7 +53,7 @@ def test_the_wider_set_has_some_of_everything() -> None:
     assert {f"optimizers {way}" for way in WAYS_TO_SPLIT} - {"optimizers one"} <= drawn
     assert {f"schedule {kind}" for kind in SCHEDULES if kind} <= drawn
     assert {"overflow first", "overflow head", "unscaled by the optimizer", "uneven", "slip", "units=tree"} <= drawn
-    assert {"act move", "act twin", "act average"} <= drawn
+    assert {"act move", "act twin", "act average", "act rewind"} <= drawn
     kinds = {kind_of_average(case.seed) for case in cases if "act average" in case.features}
     assert kinds == set(KINDS)
     assert {case.accumulation for case in cases if case.wider.batches} >= {"each", "defer"}

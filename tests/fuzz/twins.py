@@ -1,4 +1,4 @@
-"""Other copies of the model that a job trains: one that trains by itself, and averages of its weights."""
+"""Copies of the model that a job trains: one that trains by itself, averages of its weights, and a way back."""
 
 from __future__ import annotations
 
@@ -99,6 +99,23 @@ def average(job: Job) -> None:
         job.average_of = Average(job)
     job.average_of.update(job)
     job.average_of.evaluate(job)
+
+
+def rewind(job: Job) -> None:
+    """What was taken down at the first call, state dicts of all, is taken up again at the second."""
+    pairs = list(zip((job.model, job.plain), job.trainers, strict=True))
+    if job.snapshot is None:
+        job.snapshot = [
+            copy.deepcopy((m.state_dict(), [o.state_dict() for o in t.optimizers], t.beside())) for m, t in pairs
+        ]
+        return
+    for (model, trainer), (weights, states, beside) in zip(pairs, job.snapshot, strict=True):
+        model.load_state_dict(weights)
+        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        trainer.load_beside(beside)
+    job.compare("rewound parameters", job.parameters())
+    job.compare("rewound optimizer state", job.states())
 
 
 def _averaged(model: nn.Module) -> list[Tensor]:

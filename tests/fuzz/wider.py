@@ -56,4 +56,7 @@ def draw_wider(draw: random.Random, world: int, steps: int, micro_batches: int) 
             acts[draw.randrange(steps)] = act
     if draw.random() < share:
         acts.setdefault(draw.randrange(steps), "twin")  # of which most jobs are no case
+    if draw.random() < share:
+        taken, back = sorted(draw.sample(range(steps), 2))
+        acts[taken], acts[back] = "rewind", "rewind"
     return Wider(optimizers, second, schedule, overflow, unscales, batches, slip), acts
