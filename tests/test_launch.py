@@ -368,3 +368,41 @@ def test_a_result_that_cannot_come_back_is_named() -> None:
     found = launched(rank_0_last + "    return (i for i in range(3))", 2, after=slow_end)
     assert "the result of rank 0, a generator, cannot be sent back" in found.failure
     assert found.printed == ""
+
+
+UNREAD = """
+    import os, sys, time
+    from lamina import launch
+
+    def talk(folder):
+        rank = os.environ["RANK"]
+        try:
+            open(f"{folder}/begun {rank}", "w").close()
+            while True:
+                time.sleep(0.01)
+                if all(os.path.exists(f"{folder}/begun {each}") for each in (0, 1)):
+                    print("more")
+        finally:
+            print("the end")
+            open(f"{folder}/saved {rank}", "w").close()
+
+    try:
+        launch(talk, 2, (sys.argv[1],))
+    except OSError:
+        sys.exit(3)
+"""
+
+
+def test_ranks_whose_output_cannot_be_written_end_in_order(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(program(UNREAD))
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, str(script), str(tmp_path)],
+            stdout=full,
+            env={**os.environ, "PYTHONPATH": SOURCE},
+            preexec_fn=_listen_to_ctrl_c,
+            timeout=60,
+        )
+    assert ended.returncode == 3
+    assert (tmp_path / "saved 0").exists() and (tmp_path / "saved 1").exists()

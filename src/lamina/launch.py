@@ -144,8 +144,8 @@ class _Rank:
         with suppress(OSError):  # a process that died at once is reported when its output ends
             ours.send_bytes(pickle.dumps(ask))
 
-    def read_output(self) -> None:
-        """Print the lines that are complete."""
+    def read_output(self) -> str:
+        """The lines that are complete, to be printed."""
         assert self.output is not None
         data = os.read(self.output, 1 << 16)
         if not data:
@@ -154,9 +154,7 @@ class _Rank:
         if not data and self._line:
             lines, self._line = [self._line], b""
         prefix = f"[rank {self.index}] " if self.index else ""
-        if lines:
-            sys.stdout.write("".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines))
-            sys.stdout.flush()
+        return "".join(f"{prefix}{line.decode(errors='replace')}\n" for line in lines)
 
     def read_report(self) -> None:
         assert self.pipe is not None
@@ -182,6 +180,7 @@ class _Run:
         # Held here as torchrun's agent does: no rank has to bind a port that was free a moment ago.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks: list[_Rank] = []
+        self._unwritten: OSError | ValueError | None = None  # why nobody can read what the ranks print
         try:
             for index in range(count):
                 ask = Ask(payload, list(sys.argv), os.getcwd())
@@ -194,6 +193,8 @@ class _Run:
         try:
             while any(rank.report is None for rank in self._ranks) and not self._failed():
                 self._read(timeout_s=None)
+                if self._unwritten is not None:
+                    raise self._unwritten
             if self._failed():
                 self._read_for(START_S, until=lambda rank: rank.has_started)
                 self._read_for(SAME_ERROR_S, until=lambda rank: rank.report is not None)
@@ -221,8 +222,21 @@ class _Run:
                 pipes[ready].read_report()
             else:
                 assert isinstance(ready, int)
-                outputs[ready].read_output()
+                self._show(outputs[ready].read_output())
         return True
+
+    def _show(self, text: str) -> None:
+        """After a reader that has gone (`| head`, a `tee` that Ctrl-C ended as well) or a full disk nothing is shown.
+
+        It is no reason to cut short the ranks' time to save: so nothing is raised here.
+        """
+        if not text or self._unwritten is not None or sys.stdout is None:
+            return
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except (OSError, ValueError) as error:
+            self._unwritten = error
 
     def _read_for(self, seconds: float, until: Callable[[_Rank], bool] | None = None) -> None:
         """`until` holds for every rank that lives, if it is given."""

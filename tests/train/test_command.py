@@ -64,9 +64,50 @@ def test_ctrl_c_ends_the_command_with_a_checkpoint(tmp_path: Path) -> None:
     code, text = run_warm(interrupted_at_its_first_step, arguments, tmp_path)
     assert code == 130 and "stopped by SIGINT behind step" in text, text
     assert "lamina train --resume runs/1" in text and "Traceback" not in text
-    assert "stopping behind this step" in text and "ended before" not in text
+    assert "stopping behind this step" in text and "whole checkpoint" not in text
     checkpoint = lamina.latest(str(tmp_path / "runs" / "1" / "checkpoints"))
     assert checkpoint is not None and max(losses(tmp_path / "runs" / "1")) == int(checkpoint[-6:])
+
+
+def left_by_its_reader(arguments: list[str], folder: Path, interrupt: bool) -> tuple[int, str]:
+    """Exit code and errors of a command whose output goes to a `head`, or to a `tee` that Ctrl-C ends with it."""
+    with open(folder / "errors", "w+") as errors:
+        ours, theirs = os.pipe()
+        run = subprocess.Popen([*LAMINA, *arguments], cwd=folder, stdout=theirs, stderr=errors)
+        os.close(theirs)
+        alarm = threading.Timer(100, run.kill)
+        alarm.start()
+        with open(ours) as reader:
+            while "tokens/s" not in reader.readline():
+                pass
+        if interrupt:
+            run.send_signal(signal.SIGINT)
+        code = run.wait()
+        alarm.cancel()
+        errors.seek(0)
+        return code, errors.read()
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_run_whose_output_nobody_reads_ends_with_a_checkpoint(interrupt: bool, tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    arguments = ["train", "--data", data.name, *SMALL.split(), "--steps", "100000"]
+    code, text = run_warm(left_by_its_reader, arguments, tmp_path, interrupt)
+    assert code == (130 if interrupt else 1) and "Traceback" not in text, text
+    checkpoint = lamina.latest(str(tmp_path / "runs" / "1" / "checkpoints"))
+    assert checkpoint is not None and f"{Path(checkpoint).name}: lamina train --resume runs/1" in text, text
+    assert interrupt or "standard output cannot be written" in text
+
+
+def without_output(arguments: list[str], folder: Path) -> int:
+    """As some services start programs: there is no standard output at all."""
+    return subprocess.run(["sh", "-c", '"$@" >&-', "sh", *LAMINA, *arguments], cwd=folder, timeout=100).returncode
+
+
+def test_a_run_without_standard_output_trains(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    assert run_warm(without_output, ["train", "--data", data.name, *SMALL.split(), "--steps", "2"], tmp_path) == 0
+    assert max(losses(tmp_path / "runs" / "1")) == 2
 
 
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
@@ -111,7 +152,7 @@ def test_what_is_left_of_a_run_that_was_cut_short(tmp_path: Path) -> None:
     assert _cut_short(tmp_path) == "ended without a checkpoint"
     model = lamina.shard(torch.nn.Linear(2, 2), "ddp")
     lamina.save(str(tmp_path / "checkpoints" / "step-000003"), model)
-    assert f"from step-000003: lamina train --resume {tmp_path}" in _cut_short(tmp_path)
+    assert f"step-000003: lamina train --resume {tmp_path}" in _cut_short(tmp_path)
 
 
 def test_what_rank_0_shows_reaches_the_launching_process(monkeypatch: pytest.MonkeyPatch) -> None:

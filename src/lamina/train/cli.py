@@ -157,8 +157,12 @@ def _launch(request: Request, ranks: int) -> int:
         if not reader.said.startswith("stopped by"):
             print(f"lamina train: {_cut_short(Path(request.config.output or ''))}", file=sys.stderr)
         return 130
+    except OSError as error:
+        saved = _cut_short(Path(request.config.output or ""))
+        return _failed(f"standard output cannot be written ({error}), so the run was {saved}")
     finally:
-        view.close()
+        with contextlib.suppress(OSError, ValueError):
+            view.close()
     return 0
 
 
@@ -168,7 +172,7 @@ def _cut_short(folder: Path) -> str:
     found = latest(str(checkpoints)) if checkpoints.is_dir() else None
     if found is None:
         return "ended without a checkpoint"
-    return f"ended before a new checkpoint was whole; from {Path(found).name}: lamina train --resume {folder}"
+    return f"ended; its last whole checkpoint is {Path(found).name}: lamina train --resume {folder}"
 
 
 @contextlib.contextmanager

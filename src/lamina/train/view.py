@@ -57,7 +57,7 @@ class View(Protocol):
 
 
 class Silent:
-    """Of ranks other than 0."""
+    """Of ranks other than 0, and where there is no standard output."""
 
     def say(self, text: str) -> None:
         pass
@@ -183,5 +183,8 @@ class RelayReader(io.TextIOBase):
             getattr(self.view, kind)(**message)
 
 
-def open_view(stream: TextIO) -> View:
+def open_view(stream: TextIO | None) -> View:
+    """`stream`: None in a process that was started with its standard output closed."""
+    if stream is None:
+        return Silent()
     return Terminal(stream) if stream.isatty() else Plain(stream)
