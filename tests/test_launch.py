@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import lamina
 from forked_programs import run_warm
 from forked_ranks import define, launched
 from lamina.errors import LaunchError, UsageError
@@ -247,6 +249,18 @@ def test_a_rank_that_starts_late_is_waited_for_to_say_a_mistake_once() -> None:
     slow = "import os, time; time.sleep(3 * (os.environ['RANK'] == '0')); "  # longer than for ranks that have started
     found = launched("def work():\n    raise ValueError('one')", 2, before=slow)
     assert "failed on all 2 ranks: ValueError: one" in found.failure
+
+
+def shards_on_all_but(idle: int) -> None:
+    if int(os.environ["RANK"]) != idle:
+        lamina.shard(torch.nn.Linear(2, 2))
+
+
+def test_a_rank_that_returned_before_there_was_a_group_is_named() -> None:
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=r"failed on ranks 0, 2 of 3: .*rank 1 ended without a call that the others"):
+        launch(shards_on_all_but, 3, (1,))
+    assert time.monotonic() - started < 30
 
 
 def test_a_died_rank_ends_the_others() -> None:

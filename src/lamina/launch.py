@@ -26,6 +26,7 @@ import torch
 from torch.distributed import TCPStore
 
 from . import ship
+from .core.start_up import say_returned
 from .errors import LaunchError, UsageError
 from .launched import Ask, Failed, Report, Returned, Started
 
@@ -219,7 +220,10 @@ class _Run:
             return False
         for ready in wait([*outputs, *pipes], timeout_s):
             if isinstance(ready, Connection):
-                pipes[ready].read_report()
+                rank = pipes[ready]
+                rank.read_report()
+                if isinstance(rank.report, Returned):
+                    say_returned(self._store, rank.index)
             else:
                 assert isinstance(ready, int)
                 self._show(outputs[ready].read_output())

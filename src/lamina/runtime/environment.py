@@ -10,8 +10,10 @@ import struct
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from lamina.core.groups import naming_the_network
+from lamina.core.start_up import is_held_by_launcher, meet
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -25,8 +27,14 @@ def initialise_distributed() -> None:
     if torch.cuda.is_available():
         device = local_cuda_device()
         torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     with naming_the_network():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+        if not is_held_by_launcher():
+            dist.init_process_group(backend)
+            return
+        store, rank, world = next(rendezvous("env://"))
+        meet(store, rank, world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def choose_interface() -> None:

@@ -1,0 +1,67 @@
+"""Before there is a process group: ranks meet in the launcher's store.
+
+torch waits for the first group's members for half an hour, and names nobody. Where a launcher holds the store
+(torchrun, `lamina.launch`) it is there before any rank asks for a group, so whoever waits can say for whom. That a rank
+will not come at all only `lamina.launch` can know; a rank that is late is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from lamina.core.control import name_ranks
+from lamina.errors import Disagreement
+
+PAUSE_S = 0.02
+NOTICES_S = (10.0, 60.0, 600.0)  # after which those who wait say so
+PATIENCE_S = 1.0  # for the launcher to end everybody over the error of a rank that is not coming
+
+
+def is_held_by_launcher() -> bool:
+    """Whether the store of torch's variables is there before the ranks are."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meet(store: dist.Store, rank: int, world: int) -> None:
+    """Return when all ranks have come. `store`: that of the launcher, as torch's rendezvous hands it out.
+
+    Raises:
+        Disagreement: a rank has returned and will not come.
+    """
+    start = _of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    start.set(f"here {rank}", "")
+    here, began, notices = start.add("here", 1), time.monotonic(), list(NOTICES_S)
+    while here < world:
+        time.sleep(PAUSE_S)
+        waited_s = time.monotonic() - began
+        if waited_s > PATIENCE_S:
+            missing = [other for other in range(world) if not start.check([f"here {other}"])]
+            gone = [other for other in missing if start.check([f"returned {other}"])]
+            if gone:
+                raise Disagreement(
+                    f"{name_ranks(gone)} ended without a call that the others wait in: lamina.shard() starts the "
+                    "process group, and every rank has to call it. Is it inside `if rank == 0:`?"
+                )
+            if notices and waited_s > notices[0] and missing and min(set(range(world)).difference(missing)) == rank:
+                del notices[0]
+                print(
+                    f"lamina: rank {rank} has waited {waited_s:.0f} s for {name_ranks(missing)} to call "
+                    "lamina.shard(), which starts the process group",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        here = start.add("here", 0)
+
+
+def say_returned(store: dist.Store, rank: int) -> None:
+    """Of a rank that the launcher knows to have ended well. `store`: the launcher's own."""
+    for seen in (store, dist.PrefixStore("/worker/attempt_0", store)):  # what a rendezvous hands out; torch 2.11's
+        _of_attempt(seen, "0").set(f"returned {rank}", "")
+
+
+def _of_attempt(store: dist.Store, restarts: str) -> dist.Store:
+    return dist.PrefixStore(f"lamina/start {restarts}", store)

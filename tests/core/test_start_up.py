@@ -1,0 +1,50 @@
+"""Ranks that meet before there is a process group."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from lamina.core import start_up
+from lamina.errors import Disagreement
+
+
+def test_who_waits_says_for_whom_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(start_up, "NOTICES_S", (0.2, 60.0))
+    monkeypatch.setattr(start_up, "PATIENCE_S", 0.1)
+    store, said = dist.HashStore(), ""
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(start_up.meet, store, rank, 4) for rank in (1, 2, 3)]
+        while not said:
+            said = capfd.readouterr().err
+        start_up.meet(store, 0, 4)
+        for one in waiting:
+            one.result(timeout=10)
+    assert said.startswith("lamina: rank 1 has waited 0 s for rank 0 to call lamina.shard()")
+    assert not capfd.readouterr().err
+
+
+def test_a_rank_that_will_not_come_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_up, "PATIENCE_S", 0.1)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(start_up.meet, store, rank, 4) for rank in (0, 3)]
+        for rank in (1, 2):
+            start_up.say_returned(store, rank)
+        for one in waiting:
+            with pytest.raises(Disagreement, match="ranks 1-2 ended without a call"):
+                one.result(timeout=10)
+
+
+def test_a_restart_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_up, "PATIENCE_S", 0.1)
+    store = dist.HashStore()
+    start_up.meet(store, 0, 1)
+    start_up.say_returned(store, 1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(start_up.meet, store, 0, 2)
+        start_up.meet(store, 1, 2)
+        waiting.result(timeout=10)
