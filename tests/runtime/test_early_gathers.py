@@ -38,7 +38,7 @@ class Noting(Lane):
 
 def gathers(change: str) -> None:
     model = lamina.shard(nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]), units=[nn.Linear], transport="c10d")
-    runtime = next(iter(RUNTIMES.values()))
+    runtime = RUNTIMES[model]
     lanes, units = runtime.engine.lanes, runtime.engine.units
     lanes.compute, lanes.gather, lanes.reduce = Noting(), Noting(), Noting()
     for number, unit in enumerate(units):
