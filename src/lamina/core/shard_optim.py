@@ -39,6 +39,7 @@ _UNSUPPORTED = {  # class name in torch.optim -> why, what to use
 }
 _SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim states that are not cut, of any parameter
 _dirty, _grad_of = attrgetter("spec.dirty"), attrgetter("grad")
+_SHARDS = {Shard}
 _CUT = {Shard, type(None)}  # types of gradients that need nothing
 
 _SETTINGS = ("lr", "weight_decay")
@@ -193,7 +194,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def written_flags(params: Iterable[Tensor]) -> list[DirtyFlag]:
     """What is to be marked when these parameters are written to."""
     params = list(params)
-    flags = set(map(_dirty, (param for param in params if type(param) is Shard)))
+    is_all_shards = _SHARDS.issuperset(map(type, params))
+    flags = set(map(_dirty, params if is_all_shards else (param for param in params if type(param) is Shard)))
     if COPIED:
         flags.update(COPIED.get(param) for param in params)
     return [flag for flag in flags if flag is not None]
