@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -297,7 +298,11 @@ def files() -> None:
     values = [param.full() for param in model.parameters()]
     for weights_only in (True, False):
         file = io.BytesIO()
-        torch.save(model.state_dict(), file)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.save(model.state_dict(), file)
+        is_warned = dist.get_rank() == 0 and dist.get_world_size() > 1
+        assert [str(one.message)[:20] for one in said][:1] == ["rank 0's parts of sh"] * is_warned
         file.seek(0)
         loaded = torch.load(file, weights_only=weights_only)
         with torch.no_grad():

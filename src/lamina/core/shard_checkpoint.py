@@ -6,6 +6,7 @@ handful of boxes, each contiguous in flat order, so each is a view of the local 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,17 @@ from lamina.errors import StateError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+
+def warn_of_a_part(spec: ShardSpec) -> None:
+    """`if rank == 0: torch.save(model.state_dict(), ...)` is what everybody types for DDP."""
+    if spec.index == 0 and len(spec.ranges) > 1 and not spec.detached:
+        warnings.warn(
+            "rank 0's parts of sharded tensors are being pickled, not the tensors. If this is `torch.save(model."
+            "state_dict(), ...)` on one rank, the file will not hold the model: call lamina.save(...) on every rank, "
+            "or lamina.export(...) for whole weights. Files of which each rank writes its own are fine",
+            stacklevel=3,
+        )
 
 
 def _global_offset(spec: ShardSpec, box: Box) -> torch.Size:

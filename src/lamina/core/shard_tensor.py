@@ -208,9 +208,9 @@ class Shard(Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        spec = self.spec
+        spec, larger = self.spec, None
+        shard_checkpoint.warn_of_a_part(spec)
         extra = {key: value for key, value in self.__dict__.items() if key not in OWN_ATTRIBUTES}
-        larger = None
         if spec.global_spec is not None:
             larger = (tuple(spec.global_spec.shape), spec.global_spec.dim, spec.global_spec.start)
         where = (spec.name, tuple(spec.shape), spec.ranges, spec.index, larger)
