@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -83,19 +84,25 @@ def follow_memory(strategy: str, accumulation: str) -> list[tuple[tuple[int, int
     model = lamina.shard(build(), strategy, units=UNITS)
     optimizer = torch.optim.AdamW(model.parameters())
     seen = []
-    for step in range(5):
+    for step in range(6):
         train_step(model, optimizer, step, Recipe(accumulation=accumulation))
-        seen.append((live_tensors(earlier), lamina.report(model).memory))
+        alive, deadline = live_tensors(earlier), time.monotonic() + 5.0
+        while step > WARM and alive > seen[WARM][0] and time.monotonic() < deadline:
+            time.sleep(0.05)  # a thread of Gloo's holds what it has sent until it gets its turn
+            alive = live_tensors(earlier)
+        seen.append((alive, lamina.report(model).memory))
     return seen
 
 
+WARM = 2  # the step from which on nothing is made that stays
 FOLLOWED = [("zero3", "none"), ("zero3", "defer"), ("zero2", "each"), ("zero1", "each"), ("ddp", "none")]
 
 
 @pytest.mark.parametrize(("strategy", "accumulation"), FOLLOWED)
 def test_no_memory_grows_over_steps(strategy: str, accumulation: str) -> None:
     for seen in run_ranks(2, follow_memory, strategy, accumulation):
-        assert seen[2] == seen[3] == seen[4], seen
+        for alive, memory in seen[WARM + 1 :]:
+            assert alive <= seen[WARM][0] and memory == seen[WARM][1], seen
 
 
 def memory_at_one_slot() -> tuple[dict[str, int], list[int], int]:
