@@ -24,7 +24,7 @@ from lamina.trace.command import main
 from lamina.trace.recording import Recording, load_trace, title_of, without_waits
 
 WIDTH, LAYERS, WARM, STEPS = 64, 3, 2, 2
-LATE_S = 0.2
+LATE_S = 0.5
 
 
 class Chain(nn.Module):
@@ -160,6 +160,7 @@ def late(folder: Path) -> float:
     model, optimizer = built("c10d")
     steps(model, optimizer, 0, WARM)
     with lamina.trace(folder / "trace.json") as trace:
+        dist.barrier()  # from here on only one of them is late
         if dist.get_rank() == 1:
             time.sleep(LATE_S)
         step(model, optimizer, WARM)
