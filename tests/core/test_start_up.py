@@ -15,7 +15,7 @@ from lamina.errors import Disagreement
 
 def test_who_waits_says_for_whom_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start_up, "NOTICES_S", (0.2, 60.0))
-    monkeypatch.setattr(start_up, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(start_up, "FIRST_LOOK_S", 0.1)
     store, said = dist.HashStore(), ""
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(start_up.meet, store, 1, 4)]
@@ -33,7 +33,7 @@ def test_who_waits_says_for_whom_once(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 def test_a_rank_that_will_not_come_is_named_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_up, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(start_up, "FIRST_LOOK_S", 0.1)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(start_up.meet, store, rank, 4) for rank in (0, 3)]
@@ -45,7 +45,7 @@ def test_a_rank_that_will_not_come_is_named_on_all(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_restart_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_up, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(start_up, "FIRST_LOOK_S", 0.1)
     store = dist.HashStore()
     start_up.meet(store, 0, 1)
     start_up.say_returned(store, 1)

@@ -18,7 +18,7 @@ from lamina.errors import Disagreement
 
 PAUSE_S = 0.02
 NOTICES_S = (10.0, 60.0, 600.0)  # after which those who wait say so
-PATIENCE_S = 1.0  # for the launcher to end everybody over the error of a rank that is not coming
+FIRST_LOOK_S = 0.2  # at who is missing; most waits are over by then
 
 
 def is_held_by_launcher() -> bool:
@@ -38,7 +38,7 @@ def meet(store: dist.Store, rank: int, world: int) -> None:
     while here < world:
         time.sleep(PAUSE_S)
         waited_s = time.monotonic() - began
-        if waited_s > PATIENCE_S:
+        if waited_s > FIRST_LOOK_S:
             missing = [other for other in range(world) if not start.check([f"here {other}"])]
             gone = [other for other in missing if start.check([f"returned {other}"])]
             if gone:
