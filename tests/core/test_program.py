@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lamina.core.arena import Demand, Packing, pack
@@ -53,26 +53,38 @@ def uses(program: Program) -> list[Step]:
 def is_legal(steps: Sequence[Step], conflicts: Conflicts, needless: Sequence[int] = ()) -> bool:
     """Note [Program order] once more, read as sentences about pairs of steps; the oracle of `check()`."""
 
-    def between(begin: int, end: int) -> Sequence[Step]:
-        return steps[begin + 1 : end]
+    def between(begin: int, end: int) -> range:
+        return range(begin + 1, end)
 
     def last(end: int, unit: int, ops: Sequence[Op]) -> int | None:
         return max((i for i in range(end) if steps[i].unit == unit and steps[i].op in ops), default=None)
 
+    def leaves_gradients(position: int) -> bool:
+        step = steps[position]
+        later = [other.op for other in steps[position + 1 :] if other.unit == step.unit and other.op is not Op.GATHER]
+        return step.op is Op.BACKWARD and later[:1] == [Op.REDUCE]
+
+    def reads_weights(position: int) -> bool:
+        op, unit = steps[position].op, steps[position].unit
+        return op is Op.FORWARD or (op is Op.BACKWARD and unit not in needless)
+
+    def writes(position: int) -> bool:
+        return steps[position].op is Op.GATHER or leaves_gradients(position)
+
     for position, step in enumerate(steps):
         unit, sharing = step.unit, set(conflicts(step.unit))
-        if step.op is Op.FORWARD or (step.op is Op.BACKWARD and unit not in needless):
+        if reads_weights(position):
             gather = last(position, unit, [Op.GATHER])
-            if gather is None:
+            if gather is None or Step(Op.REDUCE, unit) in steps[gather:position]:
                 return False
             for other in between(gather, position):
-                if other == Step(Op.REDUCE, unit) or (other.unit in sharing and other.op is not Op.REDUCE):
+                if steps[other].unit in sharing and (writes(other) or reads_weights(other)):
                     return False
         if step.op is Op.REDUCE:
             use = last(position, unit, [Op.FORWARD, Op.BACKWARD, Op.REDUCE])
             if use is None or steps[use].op is not Op.BACKWARD:
                 return False
-            if any(other.op is Op.GATHER and other.unit in sharing | {unit} for other in between(use, position)):
+            if any(steps[other].unit in sharing | {unit} and writes(other) for other in between(use, position)):
                 return False
     return True
 
@@ -176,13 +188,59 @@ def test_any_order_of_uses_stays_legal(order: list[int], slots: int, ahead: int,
     assert is_legal(moved, packing.conflicts)
 
 
-@given(STEPS, st.sets(st.sampled_from([(0, 1), (0, 2), (1, 2)])))
+def others_of_three(unit: int) -> list[int]:
+    """All three units share bytes."""
+    return [other for other in range(3) if other != unit]
+
+
+def parsed(text: str) -> list[Step]:
+    return list(Program.parse(text).steps)
+
+
+ALL_PAIRS = {(0, 1), (0, 2), (1, 2)}
+
+
+@given(STEPS, st.sets(st.sampled_from(sorted(ALL_PAIRS))), st.sets(st.integers(0, 2)))
+@example(parsed("AG0 FWD0 AG1 BWD0 FWD1"), ALL_PAIRS, {0, 1})
+@example(parsed("AG0 FWD0 AG1 BWD0 FWD1 RS0"), ALL_PAIRS, {0, 1})
 @settings(max_examples=400, deadline=None)
-def test_check_is_the_law_and_nothing_else(steps: list[Step], pairs: set[tuple[int, int]]) -> None:
+def test_check_is_the_law_and_nothing_else(steps: list[Step], pairs: set[tuple[int, int]], needless: set[int]) -> None:
     def conflicts(unit: int) -> list[int]:
         return [a if b == unit else b for a, b in pairs if unit in (a, b)]
 
-    assert refused(steps, conflicts) == (not is_legal(steps, conflicts))
+    assert refused(steps, conflicts, needless=sorted(needless)) == (not is_legal(steps, conflicts, sorted(needless)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AG0 FWD0 AG1 BWD0 FWD1",  # the lookup is frozen, or has a further use: its backward touches no bytes
+        "AG0 FWD0 AG1 FWD1 BWD0 AG0 FWD0 BWD0 RS0",
+        "AG0 FWD0 AG1 FWD1 BWD1 BWD0 RS0",  # unit 1 is frozen: its weights lie there, and nobody needs them any more
+        "AG0 FWD0 AG1 FWD1 BWD0 RS0 AG1 BWD1 RS1",
+        "AG0 FWD0 AG1 FWD1 BWD0 BWD1 RS1",
+    ],
+)
+def test_the_backward_of_a_lookup_may_run_whoever_lies_in_its_place(text: str) -> None:
+    program = Program.parse(text)
+    program.check(others_of_three, lookups=[0])
+    assert is_legal(program.steps, others_of_three, [0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("AG0 FWD0 AG1 BWD0 FWD1 RS0", "FWD1 at 4 finds its weights overwritten or let go by BWD0 at 3"),
+        ("AG0 FWD0 AG1 FWD1 BWD0 RS0 BWD1 RS1", "BWD1 at 6 finds its weights overwritten or let go by BWD0 at 4"),
+        ("AG0 FWD0 AG1 FWD1 BWD1 BWD0 RS1 RS0", r"BWD0 at 5 would overwrite gradients of \[1\] that wait"),
+        ("AG2 FWD2 AG0 FWD0 BWD0 BWD2 RS2 RS0", r"BWD2 at 5 would overwrite gradients of \[0\] that wait"),
+    ],
+)
+def test_gradients_of_a_lookup_over_what_is_needed_are_refused(text: str, message: str) -> None:
+    program = Program.parse(text)
+    with pytest.raises(AssertionError, match=message):
+        program.check(others_of_three, lookups=[0, 2])
+    assert not is_legal(program.steps, others_of_three, [0, 2])
 
 
 @given(plans(max_units=4), AHEAD, st.data())
@@ -241,7 +299,7 @@ def test_a_gather_into_bytes_that_are_needed_is_refused(plan: Plan, ahead: int, 
 
 def test_resident_units_need_no_gather() -> None:
     program = Program.parse("FWD0 BWD0 RS0")
-    with pytest.raises(AssertionError, match="FWD0 finds its weights overwritten or never gathered"):
+    with pytest.raises(AssertionError, match="FWD0 at 0 finds its weights never gathered"):
         program.check(lambda unit: ())
     program.check(lambda unit: (), resident=[0], trainable=[0])
 

@@ -6,9 +6,11 @@ skipped. Uses stand in it as markers: what follows a marker may be issued as soo
 bytes that this use still reads is issued there too, and waits on its lane.
 
 Note [Program order]
-    1. AGu precedes the use that needs it; between them no gather or use of a unit that shares bytes with u, and no RSu.
-       Every use needs its weights but the backward of a lookup (an embedding).
-    2. RSu follows BWDu, the last use of u before it; no AG of u or of a unit that shares bytes with u between the two.
+    1. AGu precedes the use that needs it; between them no RSu, and nothing that touches the bytes of u for another
+       unit: no gather and no use. Every use needs its weights but the backward of a lookup (an embedding), which
+       touches bytes only where it leaves gradients there: where RSu is the next that u does.
+    2. RSu follows BWDu, the last use of u before it, which leaves the gradients over the weights; between the two no AG
+       of u, and no gather or gradients of a unit that shares bytes with u.
     3. The text form and the list are the same thing: `Program.parse(p.text()) == p`.
 
 Pure: no communication, no device.
@@ -82,27 +84,31 @@ class Program:
         """
         needless = {Step(Op.BACKWARD, unit) for unit in lookups}
         alive, unreduced, pending = set(resident), set[int](), set[int]()
-        reduced_next = self._reduced_next()
+        ended: dict[int, str] = {}  # by unit, what its weights have last given way to
+        leaving_gradients = self._leaving_gradients()
         for position, step in enumerate(self.steps):
-            sharing = set(conflicts(step.unit))
-            if step.op is Op.GATHER:
-                lost = (sharing | {step.unit}) & unreduced
-                assert not lost, f"{step} would overwrite gradients of {sorted(lost)} that wait for their reduction"
-                alive = (alive - sharing) | {step.unit}
-            elif step.op is Op.REDUCE:
-                assert step.unit in unreduced, f"{step} finds no gradients: the last use of the unit is not a backward"
+            unit, sharing, place = step.unit, set(conflicts(step.unit)), f"{step} at {position}"
+            if step.op is Op.REDUCE:
+                assert unit in unreduced, f"{place} finds no gradients: the last use of the unit is not a backward"
                 for waiting in (alive, unreduced, pending):
-                    waiting.discard(step.unit)
-            else:
-                assert step in needless or step.unit in alive, f"{step} finds its weights overwritten or never gathered"
-                if step.op is Op.BACKWARD:
-                    pending.add(step.unit)
-                if position in reduced_next:
-                    unreduced.add(step.unit)
+                    waiting.discard(unit)
+                ended[unit] = place
+                continue
+            if step.op is not Op.GATHER and step not in needless:
+                reason = f"overwritten or let go by {ended[unit]}" if unit in ended else "never gathered"
+                assert unit in alive, f"{place} finds its weights {reason}"
+            if step.op is Op.GATHER or position in leaving_gradients:
+                lost = (sharing | {unit}) & unreduced
+                assert not lost, f"{place} would overwrite gradients of {sorted(lost)} that wait for their reduction"
+                ended.update(dict.fromkeys(alive & sharing, place))
+                alive -= sharing
+                (alive if step.op is Op.GATHER else unreduced).add(unit)
+            if step.op is Op.BACKWARD:
+                pending.add(unit)
         assert not pending & set(trainable), f"units {sorted(pending & set(trainable))} are never reduced"
 
-    def _reduced_next(self) -> set[int]:
-        """Positions of the backwards that put gradients over the weights: a reduction follows, and no further use."""
+    def _leaving_gradients(self) -> set[int]:
+        """Positions of the backwards that leave gradients over the weights: a reduction follows, and no further use."""
         positions, following = set(), dict[int, Op]()
         for position in range(len(self.steps) - 1, -1, -1):
             step = self.steps[position]
