@@ -18,6 +18,10 @@ RUNS = {  # seconds, arguments of run.py
     "core_1b": (240, "--ways bound,reference,lamina,lamina-peer,fsdp2-fp32"),
     "compiled_1b": (170, "--steps 10 --ways bound-compiled,lamina-compiled,lamina-peer-compiled,fsdp2-compiled"),
     "copies_by_nccl_1b": (120, "--steps 5 --rounds 3 --ways bound,lamina,lamina-without-blocks,lamina-peer"),
+    "registered_1b": (
+        130,
+        "--steps 5 --rounds 3 --ways bound,lamina,lamina-symmetric,lamina-symmetric-4,lamina-registered",
+    ),
     "megatron_1b": (120, "--steps 10 --rounds 3 --ways bound,megatron"),
     "compiled_8b": (
         240,

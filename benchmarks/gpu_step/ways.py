@@ -308,9 +308,14 @@ def lamina_way(
     return step
 
 
-def lamina_without_blocks(job: Job) -> Step:
-    """`c10d` whose gathers NCCL makes by copy engines: slots in memory that it has registered, and a gather lane of the
-    zero-CTA policy (NCCL 2.28 and later; https://docs.pytorch.org/docs/stable/distributed.html). An experiment."""
+def lamina_registered(
+    job: Job, is_symmetric: bool = False, without_blocks: bool = False, most_blocks: int | None = None
+) -> Step:
+    """`c10d` whose slots lie in memory that NCCL's gather lane has registered, by its older call or as windows.
+
+    `without_blocks`: the lane's zero-CTA policy, gathers by copy engines (NCCL 2.28 and later;
+    https://docs.pytorch.org/docs/stable/distributed.html). Experiments: results/registered_1b_2xH200.json.
+    """
     from lamina.core import groups
     from lamina.runtime import api
 
@@ -323,7 +328,9 @@ def lamina_without_blocks(job: Job) -> Step:
 
     def by_lane() -> Any:
         made = options()
-        if lanes[-1] == "gather":
+        if lanes[-1] == "gather" and most_blocks is not None:
+            made.config.max_ctas = most_blocks
+        if lanes[-1] == "gather" and without_blocks:
             made.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         return made
 
@@ -334,7 +341,7 @@ def lamina_without_blocks(job: Job) -> Step:
         pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(pool):
             arena = place(units, packing, device)
-        backend.register_mem_pool(pool, symm=True)
+        backend.register_mem_pool(pool, symm=is_symmetric)
         POOLS.append(pool)
         return arena
 
@@ -364,7 +371,10 @@ BUILDERS: dict[str, Callable[[Job], Step]] = {
     "ddp": ddp,
     "megatron": megatron_fsdp,
     "lamina": lamina_way,
-    "lamina-without-blocks": lamina_without_blocks,
+    "lamina-registered": lamina_registered,
+    "lamina-symmetric": partial(lamina_registered, is_symmetric=True),
+    "lamina-symmetric-4": partial(lamina_registered, is_symmetric=True, most_blocks=4),
+    "lamina-without-blocks": partial(lamina_registered, is_symmetric=True, without_blocks=True),
     "lamina-auto": lambda job: lamina_way(job, transport="auto"),
     "lamina-peer": lambda job: lamina_way(job, transport="peer"),
     "lamina-peer-halves": lambda job: lamina_way(job, transport="peer", halves=True),
