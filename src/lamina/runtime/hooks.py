@@ -238,7 +238,7 @@ class ModuleHooks:
             frame.around.graphless += [*frame.graphless, *map(weakref.ref, heard)]
 
     def _watch(self, frame: Frame, output: Any, tensors: list[Tensor]) -> None:
-        nodes = nodes_of_outputs(tensors, frame.inputs)
+        nodes = nodes_of_outputs(tensors, frame.inputs, frame.first_node)
         if escaped := self._escaped(frame, output):
             nodes += [node for node in escaped if node not in nodes and node not in frame.inputs]
         if not nodes:

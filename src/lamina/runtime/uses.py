@@ -6,7 +6,8 @@ LoRA, detached weights, two inputs, nested checkpoints). Here hooks sit on the n
 
 Note [Begin and end]
     1. A backward use begins when the node of any of the unit's outputs is about to run (its base's node as well, where
-       an output is a view: a parent's in-place change moves the output to another node).
+       an output is a view: a parent's in-place change moves the output to another node). A base from before the forward
+       is none of it: blocks hand on views that they were given, and backward comes to their base when all have ended.
     2. It ends when the node of a differentiable input is about to run. The engine picks the ready node made last; every
        node of the unit was made after its inputs' nodes, and a node that is not ready waits for one made even later. So
        when an input's node is picked, all nodes of the unit that this graph task runs have run. (AccumulateGrad runs at
@@ -311,14 +312,21 @@ def nodes_of_inputs(tensors: Sequence[Tensor]) -> tuple[list[Any], int]:
     return nodes, len(nodes) if several else min(len(nodes), 1)
 
 
-def nodes_of_outputs(tensors: Sequence[Tensor], inputs: Sequence[Any]) -> list[Any]:
-    """Nodes whose turn means that the unit's backward begins."""
+def nodes_of_outputs(tensors: Sequence[Tensor], inputs: Sequence[Any], first_node: int = 0) -> list[Any]:
+    """Nodes whose turn means that the unit's backward begins.
+
+    Args:
+        inputs: nodes of the inputs, which are none of them.
+        first_node: number of the first node that autograd may have made in this forward.
+    """
     nodes: list[Any] = []
     for tensor in tensors:
         if tensor.requires_grad:
             _take(tensor.grad_fn, nodes, inputs)
             if tensor._is_view() and tensor._base is not None:
-                _take(tensor._base.grad_fn, nodes, inputs)
+                base: Any = tensor._base.grad_fn
+                if base is not None and base._sequence_nr() >= first_node:
+                    _take(base, nodes, inputs)
     return nodes
 
 
