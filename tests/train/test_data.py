@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import lamina
 from lamina.train.data import IGNORED, Order, Stream, bigram_loss, deal
 from lamina.train.documents import Document, read_documents, split
+from lamina.train.job import streams_of
 from lamina.train.packing import Encoded, pack, place
 
 CPU = torch.device("cpu")
@@ -44,6 +46,20 @@ def test_a_stream_tells_the_byte_that_follows() -> None:
 def test_the_bigram_table() -> None:
     text = Stream(b"abc" * 400, 8, "text")
     assert bigram_loss(text, text, [0, 1]) == pytest.approx(-torch.tensor(401 / 656).log().item(), abs=2e-3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 40, 310, 320, 1280])
+def test_a_text_that_is_too_short_says_what_to_type(size: int) -> None:
+    """Where no length would do, none is proposed; one that is proposed does."""
+    documents = [Document("few.txt", "a" * size)]
+    with pytest.raises(lamina.UsageError, match="few.txt: its held-out tenth: ") as caught:
+        streams_of(documents, 128, "few.txt")
+    proposed = re.findall(r"type --length (\d+)", str(caught.value))
+    assert bool(proposed) == (size >= 320)
+    if not proposed:
+        assert "too few for shorter ones: give more text" in str(caught.value)
+    for length in proposed:
+        assert all(len(stream) for stream in streams_of(documents, int(length), "few.txt"))
 
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lamina.errors import UsageError
 
 IGNORED = -100  # a label without a loss, as torch's cross_entropy has it
+SHORTEST = 8  # length of a sequence that is worth to be proposed
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,8 @@ class Stream:
     def __init__(self, text: bytes, length: int, where: str) -> None:
         self.length = length
         if len(text) <= length:
-            raise UsageError(
-                f"{where}: {len(text)} bytes are not one sequence of {length} and the byte after it: give more text, "
-                f"or type --length {max(1, len(text) // 4)}"
-            )
+            said = f"{where}: {len(text)} bytes are not one sequence of {length} and the byte after it"
+            raise UsageError(f"{said}{what_to_type(len(text))}")
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __len__(self) -> int:
@@ -66,6 +65,14 @@ class Stream:
         starts = torch.tensor(rows)[:, None] * self.length
         windows = self.text[starts + torch.arange(self.length + 1)].to(device).long()
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), None, self.count(rows))
+
+
+def what_to_type(size: int) -> str:
+    """Where a text of `size` bytes or tokens is less than one sequence."""
+    shorter = size // 4
+    if shorter < SHORTEST:
+        return ", and too few for shorter ones: give more text"
+    return f": give more text, or type --length {shorter}"
 
 
 class Packed:

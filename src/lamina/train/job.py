@@ -7,6 +7,7 @@ model, so that what is wrong with them is said first.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,7 @@ def _bytes_job(config: Config, control: Control, documents: list[Document], fold
 
     def texts() -> tuple[Stream, Stream]:
         assert batches.length
-        where = config.data or "the standard library"
-        if documents[0].is_chat:
-            raise UsageError(f"{documents[0].where} holds conversations: they need a --model with a chat template")
-        parts = split(documents)
-        joined = [b"".join(d.text.encode() for d in part) for part in parts]
-        return Stream(joined[0], batches.length, where), Stream(joined[1], batches.length, f"{where}, held out")
+        return streams_of(documents, batches.length, config.data or "the standard library")
 
     rows, held_out = together(control, texts)
     model = together(control, build)
@@ -121,6 +117,16 @@ def _bytes_job(config: Config, control: Control, documents: list[Document], fold
     prompt = "def " if config.data is None else documents[0].text[:24]
     job = _assemble(config, control, model, rows, held_out, Bytes(), prompt, None)
     return replace(job, bigram=bigram_loss(rows, held_out, job.evaluation_rows))
+
+
+def streams_of(documents: Sequence[Document], length: int, where: str) -> tuple[Stream, Stream]:
+    """To train on, and held out."""
+    if documents[0].is_chat:
+        raise UsageError(f"{documents[0].where} holds conversations: they need a --model with a chat template")
+    train, held = (b"".join(d.text.encode() for d in part) for part in split(documents))
+    # the shorter one first: what it says to type does for both
+    held_out = Stream(held, length, f"{where}: its held-out tenth")
+    return Stream(train, length, where), held_out
 
 
 def _pretrained_job(config: Config, control: Control, documents: list[Document]) -> Job:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from lamina.errors import UsageError
-from lamina.train.data import IGNORED, Packed
+from lamina.train.data import IGNORED, Packed, what_to_type
 
 
 class Piece(NamedTuple):
@@ -42,10 +42,8 @@ def pack(documents: Sequence[Encoded], length: int, filler: int, join: bool, whe
     if not pieces:
         raise UsageError(f"{where}: no token in it is to be learned")
     if join and tokens < length:
-        raise UsageError(
-            f"{where}: {tokens} tokens are less than one sequence of {length}: give more text, or type --length "
-            f"{max(2, tokens // 4)}"
-        )
+        said = f"{where}: {tokens} tokens are less than one sequence of {length}"
+        raise UsageError(f"{said}{what_to_type(tokens)}")
     rows = place([len(piece.tokens) for piece in pieces], length) if join else [[i] for i in range(len(pieces))]
     shape = (len(rows), length)
     tokens_of = torch.full(shape, filler, dtype=torch.int32)
