@@ -8,7 +8,6 @@ and a critic that train in turn. All in float64, compared as `play.py` does.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import warnings
@@ -24,11 +23,11 @@ from torch import Tensor
 
 import lamina
 from fuzz.case import STEPS, TRIPLES, Case, begin_on
+from fuzz.hunt import hunt
 from fuzz.models import RandomModel
 from fuzz.play import Job, case_of
 from fuzz.sides import begin_step
 from fuzz.wider import Wider
-from harness import RankFailure, run_ranks
 from parity.reference import difference
 
 WAYS = ("chain", "beside", "twice", "student", "average", "critic", "critic, frozen")
@@ -215,26 +214,11 @@ def play_all(seeds: Sequence[int], device: str = "cpu") -> list[tuple[float, str
         return [play(seed, device) for seed in seeds]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", default="0:100")
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    options = parser.parse_args()
-    begin, _, end = options.seeds.partition(":")
-    seeds = range(int(begin), int(end or int(begin) + 1))
-    wrong = []
-    for seed in seeds:
-        try:
-            worst, where = max(row[0] for row in run_ranks(options.world, play_all, [seed], options.device, timeout=60))
-            problem = "" if worst <= TOLERANCE else f"{worst:.2e} in {where}"
-        except RankFailure as failure:
-            problem = str(failure)
-        if problem:
-            wrong.append(seed)
-            print(f"seed {seed}: {problem}\n    {draw_pair(seed, options.world)}", flush=True)
-    print(f"{len(seeds)} seeds on {options.world} ranks: {len(wrong)} wrong {wrong or ''}")
+def problem_of(by_rank: Sequence[tuple[float, str]]) -> str:
+    return "; ".join(
+        f"rank {r}: {worst:.2e} in {where}" for r, (worst, where) in enumerate(by_rank) if not worst <= TOLERANCE
+    )
 
 
 if __name__ == "__main__":
-    main()
+    hunt(play_all, problem_of, draw_pair, world=2)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import lamina
 from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_case, ignored_of, place_on, units_of
+from fuzz.caught import fail, give_up, raise_once
 from fuzz.hooks import add_hooks
-from fuzz.layers import WIDTH, Skipped, has_reentrant
+from fuzz.layers import WIDTH, has_reentrant
 from fuzz.models import RandomModel
 from fuzz.moves import move
 from fuzz.plain import Plain
@@ -291,6 +292,7 @@ class Job:
     # ---- what happens between steps ----------------------------------------------------------------------------
 
     strand, outdate, move, twin, average, rewind = strand, outdate, move, twin, average, rewind
+    fail, give_up, raise_once = fail, give_up, raise_once
 
     def act(self, what: str) -> None:
         getattr(self, what)()
@@ -340,46 +342,6 @@ class Job:
         self.model.load_state_dict(self.plain.state_dict())
         self.compare("load", self.parameters())
 
-    def fail(self) -> None:
-        """An error that the user caught, and a new start."""
-        self.raise_once()
-        for model in (self.model, self.plain):
-            model.zero_grad()  # what a backward leaves that ends in the middle
-
-    def give_up(self) -> None:
-        """Micro-batches of a step that does not come; the last of them may end in an error."""
-        defer = self.failures.random() < 0.5
-        for micro in range(self.failures.choice([1, 2])):
-            with lamina.accumulate(self.model, last=False, defer=defer):
-                self.losses(self.model, 97, micro, self.rank).own.backward()
-        if self.failures.random() < 0.5:
-            with lamina.accumulate(self.model, last=self.failures.random() < 0.5, defer=defer):
-                self.raise_once()
-        by_optimizer = self.failures.random() < 0.5
-        for cleared in self.trainers if by_optimizer else (self.model, self.plain):
-            cleared.zero_grad(set_to_none=True)
-
-    def raise_once(self, where: str = "") -> None:
-        """An error before, in or after the last block, or in its backward, which the user catches."""
-        last, where = self.model.blocks[-1], where or self.failures.choice(["before", "after", "backward"])
-        if where == "before":
-            handle = last.register_forward_pre_hook(_raise)
-        elif where == "after" or not self.reaches_all():
-            handle = last.register_forward_hook(_raise)
-        else:
-            handle = last.register_forward_hook(_raise_in_backward)
-        try:
-            self.output(self.model, self.data(98, self.rank, 0, 0), self.rank).sum().backward()
-        except ZeroDivisionError:
-            pass
-        finally:
-            handle.remove()
-
-    def reaches_all(self) -> bool:
-        """Every rank's backward comes to the end of the last block, before it has come to the block before that."""
-        is_left_out = any(isinstance(part, Skipped) for part in self.plain.blocks[-1].modules())
-        return "Cut" not in self.plain.features and not is_left_out and self.plain.first.weight.requires_grad
-
     def replicas(self) -> None:
         lamina.check(self.model)
 
@@ -398,14 +360,6 @@ def _wait(module: nn.Module, args: Any) -> None:
 def _overflow(module: nn.Module, args: Any, output: Tensor) -> None:
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient * float("inf"))
-
-
-def _raise(module: nn.Module, *args: Any) -> None:
-    raise ZeroDivisionError
-
-
-def _raise_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.register_hook(lambda gradient: _raise(module))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ it stays the same. That is what moves a rank from program to agreement and back.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lamina
 from fuzz.case import begin_on
-from harness import RankFailure, run_ranks
+from fuzz.hunt import hunt
 from parity.reference import TOLERANCE, difference, gradient_deviation
 
 WIDTH, STEPS, DEPTH = 8, 4, 2
@@ -206,28 +205,9 @@ def play_all(seeds: Sequence[int], device: str = "cpu") -> list[float]:
     return [play(seed, device) for seed in seeds]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", default="0:100")
-    parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    options = parser.parse_args()
-    begin, _, end = options.seeds.partition(":")
-    seeds = range(int(begin), int(end or int(begin) + 1))
-    wrong = []
-    for seed in seeds:
-        try:
-            (worst, *_) = sorted(
-                (row[0] for row in run_ranks(options.world, play_all, [seed], options.device)), reverse=True
-            )
-            problem = "" if worst <= TOLERANCE else f"{worst:.2e}"
-        except RankFailure as failure:
-            problem = str(failure)
-        if problem:
-            wrong.append(seed)
-            print(f"seed {seed}: {problem}\n    {draw_walk(seed, options.world)}", flush=True)
-    print(f"{len(seeds)} seeds on {options.world} ranks: {len(wrong)} wrong {wrong or ''}")
+def problem_of(by_rank: Sequence[float]) -> str:
+    return "; ".join(f"rank {rank}: {worst:.2e}" for rank, worst in enumerate(by_rank) if not worst <= TOLERANCE)
 
 
 if __name__ == "__main__":
-    main()
+    hunt(play_all, problem_of, draw_walk, world=4)
