@@ -99,7 +99,7 @@ def line(found: Found) -> str:
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     factors = resolve(row.strategy, found.gpus)
-    run = reserve(model, forecast.state, factors, given=found.given, gives_back=found.gives_back)
+    run = reserve(model, forecast.state, factors, given=found.given, gives_back=found.gives_back, makes_room=False)
     assert run is not None
     pairs = (
         (run.allocated_bytes, found.allocated),

@@ -88,7 +88,7 @@ class Job:
             ignore=ignored_of(case, model),
         )
         if case.seed % 2:  # as on GPUs
-            RUNTIMES[model].engine.gives_back_gradients = True
+            RUNTIMES[model].engine.gradients.gives_back = True
         self.hang(model, "after")
         if case.late == self.rank:
             random.Random(case.seed).choice(list(model.blocks)).register_forward_pre_hook(_wait)

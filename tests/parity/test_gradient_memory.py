@@ -22,7 +22,7 @@ from parity.reference import TOLERANCE, Recipe, gradient_deviation, of_language,
 
 def giving_back(model: nn.Module, strategy: str, units: Any = UNITS) -> nn.Module:
     model = lamina.shard(model, strategy, units=units)
-    RUNTIMES[model].engine.gives_back_gradients = True
+    RUNTIMES[model].engine.gradients.gives_back = True
     return model
 
 

@@ -71,6 +71,17 @@ def test_gradients_that_nobody_reduces_stay_until_the_next_forward() -> None:
     assert found is not None and found.reserved_bytes == (32 + 32 + 64 + 2) * MIB
 
 
+def test_gradients_lie_where_activations_lay(measured: Measured) -> None:
+    """Six activations of 12 MiB are gone before the gradient of 16 is made, which fits into none of their places. With
+    room for it the first of them lies there."""
+    taken = [Event(TAKE, number, 12 * MIB) for number in range(6)]
+    given = [Event(GIVE, number) for number in range(6)]
+    narrow = replace(measured, events=(*taken, *given, Event(REDUCE, 0)))
+    before, now = (follow(narrow, "zero3", 2, given=True, makes_room=makes_room) for makes_room in (False, True))
+    assert before is not None and now is not None and before.allocated_bytes == now.allocated_bytes
+    assert before.reserved_bytes - now.reserved_bytes == 12 * MIB
+
+
 def test_a_device_with_a_limit(measured: Measured) -> None:
     free = follow(measured, "zero3", 2)
     assert free is not None and follow(measured, "zero3", 2, limit_bytes=free.reserved_bytes) == free

@@ -318,7 +318,7 @@ def watching(trace: Trace) -> Iterator[Watch]:
 
     def begin_engine(self: Engine, *args: Any, **kwargs: Any) -> None:
         real_engine(self, *args, **kwargs)
-        self.gives_back_gradients = True
+        self.gradients.gives_back = True
 
     def begin_c10d(self: C10d, device: torch.device) -> None:
         real_c10d(self, device)

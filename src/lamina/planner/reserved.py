@@ -18,12 +18,14 @@ Pure: no communication, no device.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lamina.core.halves import PIECE_NUMEL
 from lamina.core.layout import UnitLayout
+from lamina.core.room import pieces_bytes
 from lamina.core.strategy import Factors
 from lamina.planner.caching_allocator import Block, CachingAllocator, DeviceFull
 from lamina.planner.measure_data import Happens, Measured
@@ -62,6 +64,7 @@ def reserve(
     *,
     given: bool = False,
     gives_back: bool = True,
+    makes_room: bool = True,
     limit_bytes: int | None = None,
     expandable: bool = False,
 ) -> Reserved | None:
@@ -72,12 +75,15 @@ def reserve(
         given: the whole model lies on the device before it is sharded; else it is made unit by unit.
         gives_back: the device then gets back what the model lay in, as far as nothing new has come to lie there. False:
             the runtime that rows of before were measured with.
+        makes_room: as `core/room.py` does. False: the runtime before it did.
         limit_bytes: what the allocator may reserve; None: more than any device has.
         expandable: torch's setting `expandable_segments:True`.
     """
     run = _Run(measured, state, factors, accumulation, CachingAllocator(limit_bytes, expandable))
     try:
         run.shard(given, gives_back)
+        if makes_room:
+            run.make_room()
         before = -1
         for _ in range(MOST_STEPS):
             run.step()
@@ -148,6 +154,19 @@ class _Run:
             for spec in layout.params:
                 piece = 8 * min(CHECK_CHUNK_BYTES, spec.numel * spec.master.itemsize)
                 self._give(self._take([piece, piece, piece]))
+
+    def make_room(self) -> None:
+        """Before the first forward, as far as the device has memory; see core/room.py."""
+        layouts = self.state.layouts
+        if self.alone:
+            sizes = [sum(p.numel * p.master.itemsize for p in layout.params if p.trainable) for layout in layouts]
+        else:
+            sizes = [s.range_numel * wide_bytes(s.master) for layout in layouts for s in layout.segments if s.trainable]
+        held: list[Block] = []
+        with contextlib.suppress(DeviceFull):
+            for size_bytes in pieces_bytes(sizes):
+                held += self._take([size_bytes])
+        self._give(held)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lamina.core.control import Control
 from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
+from lamina.core.room import make_room
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
 from lamina.core.terminal import note_with
@@ -136,6 +137,8 @@ def shard(
     move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
     engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen, peers)
+    if native and device.type == "cuda":
+        make_room([sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
     _wrap_forwards(model, built, chosen, recompute, compile)
     hooks = {} if native else register_hooks(model, built, engine, chosen)
     for name in entry_points if hooks else ():

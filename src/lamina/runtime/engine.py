@@ -64,9 +64,6 @@ class Engine:
         self.control, self.lanes, self.gatherer, self.reducer = control, lanes, gatherer, reducer
         control.device_is_busy = lanes.are_busy
         self.ahead, self.one_sided = ahead, one_sided
-        # Activations are at their peak while there are no gradients. On the CPU the same memory would come back as new
-        # pages, whose first touch costs more than the reduction.
-        self.gives_back_gradients = any(unit.mesh.device.type == "cuda" for unit in units)
         self.residency = Residency(units, gatherer, reducer, lanes)
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
         self.lockstep = Lockstep(control, units)
@@ -94,8 +91,6 @@ class Engine:
     def _drop_stale(self) -> None:
         with AS_PLAIN():
             for unit in self.units:
-                if self.gives_back_gradients:
-                    unit.gradients.give_back()
                 if unit.look():
                     self.programs.clear()  # they do not reduce what was frozen
                 if unit.plain:
@@ -107,6 +102,7 @@ class Engine:
                     )
                 if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
                     self.residency.empty(unit)
+            self.gradients.give_back()
         self.resident = self.residency.here()
 
     def begin_backward(self, task: int) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lamina.core.control import Control, Flags
 from lamina.core.lanes import Lanes
 from lamina.core.parameter_loops import all_there, any_there, are_there, clear_gradients, gradients_of
+from lamina.core.room import make_room
 from lamina.core.shard_losses import hand_over_means
 from lamina.core.shard_tensor import AS_PLAIN
 from lamina.core.slots import GRADS, WEIGHTS, Slot
@@ -37,6 +38,7 @@ from lamina.runtime.reducing import Reducer, Staging
 from lamina.runtime.residency import Residency
 from lamina.runtime.tokens import Tokens
 from lamina.runtime.unit import Unit
+from lamina.runtime.unit_gradients import gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Gradients:
         self.active_ranks = control.world  # over which gradients are averaged
         self.is_left_out = False  # the batch is one of other ranks
         self.are_aside = False  # what was there before the backward that is under way
+        # Activations are at their peak while there are no gradients. On the CPU the same memory would come back as new
+        # pages, whose first touch costs more than the reduction.
+        self.gives_back = any(unit.mesh.device.type == "cuda" for unit in units)
+        self.has_room = False
         self.take_share()
 
     def take_share(self) -> None:
@@ -88,6 +94,20 @@ class Gradients:
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
         self.tokens.follow(before.tokens)
+        self.has_room = before.has_room
+
+    def give_back(self) -> None:
+        """A forward begins: the memory of gradients that nobody has any more is for activations."""
+        if not self.gives_back:
+            return
+        if not self.has_room and torch.is_grad_enabled() and not self.lanes.is_recording:
+            self.has_room = True
+            units = [unit for unit in self.units if any(param.requires_grad for param in unit.params)]
+            segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
+            sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
+            make_room(sizes_bytes, self.units[0].mesh.device)
+        for unit in self.units:
+            unit.gradients.give_back()
 
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""

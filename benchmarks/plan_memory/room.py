@@ -1,0 +1,73 @@
+"""What torch's allocator reserves with and without room for gradients (src/lamina/core/room.py): forecasts, no GPU.
+
+python benchmarks/plan_memory/room.py > benchmarks/plan_memory/results/room.md                     # five minutes
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple
+
+from predict import GIB, measured
+
+from lamina.core.strategy import resolve
+from lamina.planner.machine import load_machine
+from lamina.planner.memory import forecast_memory
+from lamina.planner.reserved import reserve
+from lamina.planner.workload import Choice
+
+
+class Case(NamedTuple):
+    size: str
+    tokens: int
+    recompute: str
+    strategy: str
+    gpus: int
+    accumulation: int = 1
+
+
+CASES = (
+    Case("1b", 8192, "none", "zero3", 1),
+    Case("3b", 4096, "full", "zero3", 1),
+    Case("3b", 4096, "none", "zero3", 1),
+    Case("1b", 2048, "none", "zero3", 2),
+    Case("1b", 8192, "none", "zero3", 2),
+    Case("1b", 8192, "full", "zero3", 2),
+    Case("1b", 8192, "selective", "zero3", 2),
+    Case("1b", 8192, "none", "zero3", 2, accumulation=4),
+    Case("1b", 8192, "none", "zero2", 2),
+    Case("1b", 8192, "none", "ddp", 2),
+    Case("1b", 4096, "none", "zero1", 4, accumulation=2),
+    Case("3b", 4096, "full", "zero3", 2),
+    Case("3b", 4096, "none", "zero3", 2),
+    Case("3b", 2048, "selective", "zero3", 4),
+    Case("8b", 2048, "full", "zero3", 2),
+    Case("3b", 8192, "full", "zero3", 8),
+    Case("8b", 4096, "none", "zero3", 8),
+    Case("3b", 8192, "none", "zero3", 16),
+    Case("8b", 8192, "full", "zero3", 64),
+)
+
+
+def main() -> None:
+    print("| model | tokens | recompute | strategy | GPUs | micro-batches | allocated | reserved before | with room |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    shares = []
+    for case in CASES:
+        model, factors = measured(case.size, case.tokens, case.recompute), resolve(case.strategy, case.gpus)
+        choice = Choice(case.strategy, case.gpus, recompute=case.recompute, accumulation=case.accumulation)
+        state = forecast_memory(model, choice, load_machine("h200")).state
+        runs = [
+            reserve(model, state, factors, case.accumulation, makes_room=makes_room) for makes_room in (False, True)
+        ]
+        before, now = (run.reserved_bytes for run in runs if run is not None)
+        allocated = max(run.allocated_bytes for run in runs if run is not None)
+        shares.append((before / allocated, now / allocated))
+        sizes = f"{allocated / GIB:.2f} | {before / GIB:.2f} | {now / GIB:.2f} ({now / before - 1:+.1%})"
+        print("| " + " | ".join(map(str, case)) + f" | {sizes} |", flush=True)
+    before, now = (statistics.mean(column) for column in zip(*shares, strict=True))
+    print(f"\nReserved over allocated, in the mean: {before:.3f} before, {now:.3f} with room.")
+
+
+if __name__ == "__main__":
+    main()
