@@ -6,6 +6,8 @@ Note [Room]
     3. Saved tensors keep addresses: a backward reads the slot that its forward read, filled by a local copy if the
        weights arrived elsewhere.
     4. In a backward, overflow slots live until its end: recomputed tensors may point into them.
+    5. Gradients are laid over the unit's own weights. Where these have gone (a lookup's), they take the place of a
+       frozen unit, whose stay no reduction has ended, but of no other: that may be read once more.
 """
 
 from __future__ import annotations
@@ -110,8 +112,11 @@ class Residency:
             self.gatherer.finish(slot)
         if slot.state is WEIGHTS:
             return slot
-        if any(other.pins or other.state is not EMPTY for other in slot.shares):
+        if any(other.pins or (other.state is not EMPTY and not _is_left(other)) for other in slot.shares):
             return None
+        for other in slot.shares:
+            if other.state is WEIGHTS:
+                other.to(EMPTY)
         return slot
 
     def clear(self) -> None:
@@ -182,3 +187,8 @@ class Residency:
         slot.take_memory()
         slot.freed = self.lanes.compute.mark()  # whose memory it was
         return slot
+
+
+def _is_left(slot: Slot) -> bool:
+    """Whether it holds what nobody has taken away: Note [Room] 5."""
+    return slot.state is WEIGHTS and not any(spec.trainable for spec in slot.layout.params)
