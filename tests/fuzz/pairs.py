@@ -26,7 +26,7 @@ from fuzz.case import STEPS, TRIPLES, Case, begin_on
 from fuzz.hunt import hunt
 from fuzz.models import RandomModel
 from fuzz.play import Job, case_of
-from fuzz.sides import begin_step
+from fuzz.sides import begin_step, forget
 from fuzz.wider import Wider
 from parity.reference import difference
 
@@ -203,6 +203,8 @@ def play(seed: int, device: str = "cpu") -> tuple[float, str]:
             for act in each.case.acts[number]:
                 each.act(act)
         job.step(number)
+    for model in job.models[0] + job.models[1]:
+        forget(model)
     return max((each.worst, each.where) for each in job.jobs)
 
 

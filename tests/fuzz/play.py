@@ -26,7 +26,7 @@ from fuzz.layers import WIDTH, has_reentrant
 from fuzz.models import RandomModel
 from fuzz.moves import move
 from fuzz.plain import Plain
-from fuzz.sides import Keeper, Losses, begin_step, deviation_of_all
+from fuzz.sides import Keeper, Losses, begin_step, deviation_of_all, forget
 from fuzz.stranded import outdate, strand
 from fuzz.trainer import Trainer
 from fuzz.twins import average, rewind, twin
@@ -389,6 +389,7 @@ def run(case: Case, device: str) -> Job:
                 job.act(what)
             job.step(number)
         job.end()
+        forget(job.model)
     finally:
         lamina.debug(False)
     return job

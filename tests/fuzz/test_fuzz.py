@@ -13,6 +13,7 @@ from fuzz.twins import KINDS, kind_of_average
 from fuzz.wider import OPTIMIZERS as WAYS_TO_SPLIT
 from fuzz.wider import SCHEDULES
 from harness import run_ranks
+from leftovers import with_leftovers
 
 world_of = Way(None).world_of
 SEEDS = (15, 108, 137, 167, 188, 213, 458, 504, 629, 650, 678, 687, 697, 704, 760, 769, 832, 859, 881)
@@ -22,9 +23,10 @@ WIDER_SEEDS = (10078, 10257, 10385, 10463, 10609, 10647)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_jobs_equal_one_process(world: int) -> None:
     seeds = [seed for seed in SEEDS + WIDER_SEEDS if world_of(seed) == world]
-    for outcomes in run_ranks(world, play_all, seeds, timeout=120):
+    for outcomes, left in run_ranks(world, with_leftovers, play_all, seeds, timeout=120):
         for outcome in outcomes:
             assert outcome.is_right, f"{outcome.worst:.2e} in {outcome.where}: {outcome.case}"
+        assert not any(left.values()), left
 
 
 def test_the_set_has_some_of_everything() -> None:

@@ -6,15 +6,17 @@ import pytest
 
 from fuzz.pairs import TOLERANCE, WAYS, draw_pair, play_all
 from harness import run_ranks
+from leftovers import with_leftovers
 
 SEEDS = {2: (0, 1, 2, 13), 3: (8, 12, 27)}
 
 
 @pytest.mark.parametrize("world", SEEDS)
 def test_random_pairs_equal_one_process(world: int) -> None:
-    for rows in run_ranks(world, play_all, SEEDS[world], timeout=120):
+    for rows, left in run_ranks(world, with_leftovers, play_all, SEEDS[world], timeout=120):
         for seed, (worst, where) in zip(SEEDS[world], rows, strict=True):
             assert worst <= TOLERANCE, f"seed {seed}: {worst:.2e} in {where}"
+        assert not any(left.values()), left
 
 
 def test_the_set_has_every_way() -> None:

@@ -407,6 +407,48 @@ def test_graphs_of_the_step_before_are_named() -> None:
     assert all("changed between its forward and this backward" in said for said in run_ranks(2, stale))
 
 
+class Failing(nn.Module):
+    """Its first forward fails behind what it has left in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        left.append(torch.tanh(self.down(torch.tanh(self.up(x)))))
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("of the user's")
+        return left[-1]
+
+
+def failed_and_edited(strategy: str) -> list[str]:
+    """Who refuses: the plain model, and the sharded one."""
+    said = []
+    for is_sharded in (False, True):
+        left.clear()
+        model = nn.Sequential(Failing(), nn.Linear(4, 4)).double()
+        if is_sharded:
+            model = lamina.shard(model, strategy, units=["0", "1"])
+        x = torch.ones(2, 4, dtype=torch.float64)
+        with pytest.raises(ValueError):
+            model(x)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+            model(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|were changed between|is not gathered"):
+            left[0].sum().backward()
+        said.append("sharded" if is_sharded else "plain")
+    left.clear()
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_what_a_first_forward_that_failed_has_left_is_not_run_with_other_weights(strategy: str) -> None:
+    assert run_ranks(2, failed_and_edited, strategy) == [["plain", "sharded"]] * 2
+
+
 def script(kind: str) -> weakref.ref[nn.Module]:
     """Holds its loss, its hooks and its model together."""
     names: dict[str, Any] = {"model": lamina.shard(net(kind), units=[*map(str, range(BLOCKS + 1))])}

@@ -100,15 +100,14 @@ class Control:
             self.key = f"{name} of {members}"
             self._watch = watch.start(self)
 
+    def __del__(self) -> None:
+        if self._watch is not None and not sys.is_finalizing():
+            self._watch.drop(self, self._reference)
+
     @property
     def ranks(self) -> Sequence[int]:
         """Those that agree, in the default group's numbers; empty where this one is alone."""
         return [] if self.group is None else dist.get_process_group_ranks(self.group)
-
-    def follow(self, model: object) -> None:
-        """Once the model is gone, this rank takes part in nothing more: others need not wait for it."""
-        if self._watch is not None:
-            weakref.finalize(model, self._watch.dropped.append, self.key).atexit = False
 
     # ---- where this rank is ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ model leaves, a later `shard()` of the same ranks uses again, if all of them hav
 
 Note [Sets of groups]
     1. A set serves one model at a time (and its deep copies). Whoever may still use its groups holds its `Lease`: the
-       mesh, and by `Share` every Shard, its gradients, optimizer states and graphs.
+       mesh, and by `Share` every Shard, its gradients, optimizer states and losses over it.
     2. When the last holder on this rank is gone, the set is free here, not elsewhere. That happens wherever the garbage
        collector runs, so it appends to a list and does nothing else.
     3. At the door of `shard()` ranks say which sets they have back, and how many collectives they have issued on each
@@ -92,7 +92,7 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 def free_sets(ranks: tuple[int, ...]) -> dict[str, GroupSet]:
     """Sets over these ranks that no model of this rank uses, by offer."""
     if not _mine(ranks) and any(lease.groups.ranks == ranks for lease in list(_leases)):
-        gc.collect()  # a sharded model is in a cycle with its hooks
+        gc.collect()  # a model that is in a circle with itself, as users' are
     return {groups.offer(): groups for groups in _mine(ranks)}
 
 

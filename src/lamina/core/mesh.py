@@ -22,7 +22,7 @@ from lamina.core.door import Door
 from lamina.core.forked import refuse_in_fork
 from lamina.core.group_sets import GroupSet, Lease, check_files, free_sets, take
 from lamina.core.groups import Group, GroupMaker
-from lamina.core.shard_losses import Share
+from lamina.core.shard_losses import Share, watch_waiting
 from lamina.core.strategy import Factors, Level, Strategy, resolve
 from lamina.errors import StateError, UsageError
 
@@ -80,6 +80,7 @@ class DataRanks:
 def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     """The ranks of a mesh that share data with this one, and a group to agree over. Collective over these ranks."""
     refuse_in_fork()
+    watch_waiting()  # the last loss over parameters holds the groups of their model
     if not dist.is_initialized():
         _check_modes()
         return DataRanks((0,), 0, None, None)

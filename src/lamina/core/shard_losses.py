@@ -16,6 +16,7 @@ Note [Losses over Shards]
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from torch import Tensor
 from lamina.core.control import finish
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Parts, Shard
+from lamina.core.slots import outlived
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import ShardOpError
 
@@ -65,6 +67,11 @@ class Share:
     steps_sum: int = 0  # checksum of these, in any order
     settings: str = ""  # of the last one
     lease: Lease | None = None  # of the groups: every Shard of the model holds this object
+    served_by: list[weakref.ref[Any]] = field(default_factory=list)  # who hands over what has arrived: a model, copies
+
+    def is_left(self) -> bool:
+        """Whether everybody is gone who would hand it over."""
+        return bool(self.served_by) and all(reference() is None for reference in self.served_by)
 
     def note_step(self, settings: str) -> None:
         """An optimizer steps parameters of the model."""
@@ -121,6 +128,8 @@ def _defer(spec: ShardSpec, number: int, grads: tuple[Tensor | None, ...]) -> tu
         )
     if Captures.now:
         return tuple(None if grad is None else _mean(share, grad.clone(), spec.name) for grad in grads)
+    if share.is_left():
+        raise outlived(spec.describe())
     node = torch._C._current_autograd_node()
     for output, grad in enumerate(grads):
         if grad is None:

@@ -15,20 +15,24 @@ Note [Given back]
     while a slot holds other bytes, its full parameters have a version that no graph has seen, and weights that were
     changed come under a new version. A use that has begun brings its weights back, and with them their version. All of
     a slot have one counter between them: to set and read one for each took a twentieth of the runtime's host time.
+    A graph that has outlived the model has no use that could begin: what it has saved of a slot that was `retire`d is
+    given back for good, and gradients that come to its full parameters raise.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lamina.core.lanes import Mark, running_stream
 from lamina.core.layout import UnitLayout
+from lamina.errors import StateError
 
 
 class SlotState(enum.Enum):
@@ -41,7 +45,8 @@ class SlotState(enum.Enum):
 EMPTY, GATHERING, WEIGHTS, GRADS = SlotState  # `SlotState.EMPTY` is a search on Python 3.11, of 0.1 us
 _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
-_versions_given_back = itertools.count(2**30)  # above what writes come to; autograd counts to 2**32
+LEAST_GIVEN_BACK = 2**30  # a version above what writes come to; autograd counts to 2**32
+_versions_given_back = itertools.count(LEAST_GIVEN_BACK)
 WEIGHTY = (WEIGHTS, GATHERING)  # the weights are there, or on their way
 
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
@@ -139,6 +144,17 @@ class Slot:
         if stream is not None:
             self.freed = Mark(stream)
 
+    def retire(self) -> None:
+        """Nothing will be gathered into it any more. Graphs that have saved `fulls` may still be there."""
+        self.shares = ()
+        if not self.is_saved:
+            return
+        if self.has_version:
+            self._hide_version()
+        for full, spec in zip(self.fulls, self.layout.params, strict=True):
+            if full.requires_grad:
+                full.register_hook(functools.partial(_refuse_gradient, spec.name))
+
     def take_memory(self) -> None:
         """Give an overflow slot its memory back before it is written.
 
@@ -185,6 +201,19 @@ def bind(view: Tensor, requires_grad: bool, counter: Tensor) -> nn.Parameter:
     _set_data(full, view)
     full.requires_grad_(requires_grad)
     return full
+
+
+def outlived(what: str) -> StateError:
+    """The error of a backward whose model is gone."""
+    return StateError(
+        f"a backward comes to {what} of a sharded model that is gone: dropped (`del model`, or the end of the function "
+        "that made it), or with other units since lamina.adopt(). Keep the model until its last backward. Of an output "
+        "that is kept for its values, keep `output.detach()`, of a loss `loss.item()`"
+    )
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> NoReturn:
+    raise outlived(f"`{name}`")
 
 
 def check_slots(slots: Sequence[Slot]) -> None:

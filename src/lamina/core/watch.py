@@ -95,6 +95,7 @@ class Watch:
         self.waiting: Waiting | None = None
         self.recent: Callable[[], Watched | None] = lambda: None
         self.dropped: list[str] = []
+        self._last_place, self._last_phases = "lamina.shard", dict[str, dict[int, str]]()  # once `recent` is gone
         self.left, self.failed = "", False
         self.broken: dict[str, Verdict] = {}  # by control
         self.ended: dict[int, Verdict] = {}  # by the number of the wait
@@ -134,6 +135,12 @@ class Watch:
         self.recent = control
         if trains_here:
             self.thread = threading.get_ident()
+
+    def drop(self, control: Watched, reference: Callable[[], Watched | None]) -> None:
+        """Nobody has a control any more: this rank takes part in nothing more of the model, others need not wait."""
+        self.dropped.append(control.key)
+        if self.recent is reference:
+            self._last_place, self._last_phases = control.place(), {control.key: control.history()}
 
     def begin_wait(self, control: str, doing: str, missing: Callable[[], tuple[int, ...]]) -> Waiting:
         """A host wait has lasted for `FIRST_POLL`."""
@@ -256,12 +263,12 @@ class Watch:
         return Report(
             self.rank,
             self._beat,
-            control.place() if control is not None else "lamina.shard",
+            control.place() if control is not None else self._last_place,
             doing,
             frames.site if frames is not None else "",
             wait,
             dict(self._count()),
-            {control.key: control.history()} if control is not None else {},
+            {control.key: control.history()} if control is not None else self._last_phases,
             tuple(self.dropped),
             self.left,
             self.failed,

@@ -78,9 +78,10 @@ def frames_of(thread: int) -> Frames | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    mark = (id(frame), frame.f_lasti)
     call, group = _call(frame)
-    return Frames(call_site(frame), call, group, mark)
+    found = Frames(call_site(frame), call, group, (id(frame), frame.f_lasti))
+    del frame  # of this very call, where a thread asks for itself: a circle that holds all callers' variables
+    return found
 
 
 def _call(frame: FrameType | None) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -124,9 +125,9 @@ def _refuse_moment(runtime: Runtime) -> None:
     if "enter" in vars(engine):  # its methods are tapped
         raise StateError("lamina.adopt() inside lamina.trace(): leave it first, and trace the steps that follow")
     engine.close_failed()
-    if any(unit.alive_uses for unit in runtime.units):
+    if any(unit.visits.alive for unit in runtime.units):
         gc.collect()  # the frames of an error that was caught may hold a graph in a circle
-    alive = next((unit for unit in runtime.units if unit.alive_uses), None)
+    alive = next((unit for unit in runtime.units if unit.visits.alive), None)
     if alive is not None:
         raise StateError(
             f"lamina.adopt() between a forward and its backward: a graph through `{alive.name}` is still alive, whose "
@@ -297,6 +298,6 @@ def _hook(runtime: Runtime, model: nn.Module, hooks: dict[str, ModuleHooks]) -> 
         else:
             hooks[name] = ModuleHooks(runtime.engine, modules[name], members, runtime.precision.compute)
     hooks[""].output = runtime.precision.output
-    runtime.hooks = hooks
+    runtime.hooks = weakref.WeakValueDictionary(hooks)
     for name in runtime.entry_points if is_first else ():
         add_entry_point(hooks[""], model, name)

@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 def together(control: Control, act: Callable[[], T]) -> T:
     """Run something that may fail; if it fails on any rank it fails on every rank, with one message."""
-    result, error = None, None
+    result, kind, said = None, None, None
     try:
         result = act()
-    except LaminaError as caught:
-        error = caught
-    message = control.agree_on_error(None if error is None else str(error))
+    except LaminaError as error:  # not held: its traceback holds this call
+        kind, said = type(error), str(error)
+    message = control.agree_on_error(said)
     if message is None:
         return result  # type: ignore[return-value]
-    raise type(error)(message) if error is not None else Disagreement(message)
+    raise Disagreement(message) if kind is None else kind(message)
 
 
 def check_same_text(control: Control, what: str, lines: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from lamina.runtime.assemble import (
     place_slots,
     register_hooks,
 )
-from lamina.runtime.copies import attach
+from lamina.runtime.copies import let_hooks_know
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.failing import note_of
 from lamina.runtime.hooks import add_entry_point
@@ -140,7 +140,7 @@ def shard(
     if native and device.type == "cuda":
         make_room([sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
     _wrap_forwards(model, built, chosen, recompute, compile)
-    hooks = {} if native else register_hooks(model, built, engine, chosen)
+    hooks = weakref.WeakValueDictionary() if native else register_hooks(model, built, engine, chosen)
     for name in entry_points if hooks else ():
         add_entry_point(hooks[""], model, name)
     RUNTIMES[model] = Runtime(
@@ -160,7 +160,7 @@ def shard(
         parameters_beside(model, built),
         transport_note=why_not,
     )
-    attach(RUNTIMES[model])
+    let_hooks_know(RUNTIMES[model])
     note_with(note_of)
     return model
 

@@ -61,7 +61,7 @@ class Runtime:
     packing: Packing
     arena: Tensor  # uint8
     records: tuple[InitRecord, ...]
-    hooks: dict[str, ModuleHooks]  # by qualified module name
+    hooks: weakref.WeakValueDictionary[str, ModuleHooks]  # by qualified module name; the modules hold them
     entry_points: tuple[str, ...]
     ignored: tuple[nn.Parameter, ...] = ()  # parameters that `shard()` was told to leave alone
     transport_note: str = ""  # why transport="auto" is not "peer"
@@ -210,7 +210,7 @@ def build_units(
             unit.adopt_values(values)
         del values  # one unit's values at a time
         owned = {id(entry.parameters) for entry in entries}
-        unit.recurrent = [module for module in recurrent if id(module._parameters) in owned]
+        unit.recurrent = [weakref.ref(module) for module in recurrent if id(module._parameters) in owned]
         units.append(unit)
     for module in recurrent:
         refresh_flat_weights(module)
@@ -237,7 +237,8 @@ def build_units_of_copy(model: nn.Module, old: Runtime) -> list[Unit]:
         made.gone = unit.gone
         made.adopt_shards()
         owned = {id(entry.parameters) for entry in entries}
-        made.recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase) and id(m._parameters) in owned]
+        recurrent = [m for m in modules.values() if isinstance(m, nn.RNNBase) and id(m._parameters) in owned]
+        made.recurrent = [weakref.ref(module) for module in recurrent]
         units.append(made)
     return units
 
@@ -315,14 +316,14 @@ def _let_lead(units: Sequence[Unit], lanes: Lanes) -> None:
 
 def register_hooks(
     model: nn.Module, units: Sequence[Unit], engine: Engine, precision: Precision
-) -> dict[str, ModuleHooks]:
+) -> weakref.WeakValueDictionary[str, ModuleHooks]:
     """One pair of hooks for each module that opens a window; the model always has one, the root forward."""
     modules = dict(model.named_modules())
     opened: dict[str, list[Unit]] = {"": []}
     for unit in units:
         for name in unit.plan.modules or ("",):
             opened.setdefault(name, []).append(unit)
-    hooks = {}
+    hooks: weakref.WeakValueDictionary[str, ModuleHooks] = weakref.WeakValueDictionary()
     for name, members in opened.items():
         hooks[name] = ModuleHooks(engine, modules[name], members, precision.compute)
     hooks[""].output = precision.output

@@ -97,15 +97,7 @@ def revive(model: nn.Module, old: Runtime) -> None:
         adopted=(),  # in the copy, all lie in one arena
         adopted_arena=None,
     )
-    attach(RUNTIMES[model])
-
-
-def attach(runtime: Runtime) -> None:
-    """Let the hooks know the runtime that a copy of them starts from, and the control the model it speaks for."""
-    model = runtime.model()
-    if model is not None:
-        runtime.control.follow(model)
-    let_hooks_know(runtime)
+    let_hooks_know(RUNTIMES[model])
 
 
 def let_hooks_know(runtime: Runtime) -> None:

@@ -20,6 +20,7 @@ Note [One order]
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from types import FrameType
 
@@ -60,14 +61,13 @@ class Engine:
         ahead: int,
         one_sided: bool = False,
     ) -> None:
-        self.units = list(units)
+        self.units, self.reference = list(units), weakref.ref(self)
         self.control, self.lanes, self.gatherer, self.reducer = control, lanes, gatherer, reducer
         control.device_is_busy = lanes.are_busy
         self.ahead, self.one_sided = ahead, one_sided
         self.residency = Residency(units, gatherer, reducer, lanes)
         self.gradients = Gradients(units, control, lanes, reducer, self.residency)
-        self.lockstep = Lockstep(control, units)
-        self.programs = Programs(one_sided)
+        self.lockstep, self.programs = Lockstep(control, units), Programs(one_sided)
         self.newcomers: Newcomers | None = None  # parameters beside the units'
         self.phase: Phase | None = None
         self.phases = 0
@@ -151,7 +151,7 @@ class Engine:
             if not self.units[index].kept:
                 self.residency.empty(self.units[index])
         self.resident = everywhere
-        self.phase = None
+        self.phase = phase.call = None  # whose frame may hold the phase
         self.control.position.is_over = True
 
     def _record(self, phase: Phase, resident: frozenset[int]) -> None:
@@ -315,7 +315,7 @@ class Engine:
         if use.active_in == task:
             end_others(use, self.current().tasks[task], is_early, self._finish_use)
             return
-        use.check_weights()
+        use.check_weights(unit := self.units[use.index])
         if self.phase is None:
             self.begin_backward(task)
         phase = self.current()
@@ -327,7 +327,7 @@ class Engine:
         use.active_in, use.waiting, use.is_early = task, use.input_count, True
         active.append(use)
         end_others(use, active, is_early, self._finish_use)
-        use.slot = self.enter(use.unit, BACKWARD, use.slot, use.reads)
+        self.enter(unit, BACKWARD, use.slot(), use.reads)
 
     def end_use(self, use: Use) -> None:
         """The node of one of its inputs is about to run."""
@@ -338,14 +338,14 @@ class Engine:
             self._finish_use(use)
 
     def _finish_use(self, use: Use) -> None:
-        phase, unit = self.current(), use.unit
+        phase, unit = self.current(), self.units[use.index]
         assert use.active_in is not None
         phase.tasks[use.active_in].remove(use)
         use.active_in = None
         if not phase.keeps_graph:
             use.finish()
-        self._shut(phase, unit, use.slot, use.reads)
-        if unit.trainable and not unit.kept and (unit.alive_uses == 0 or self.gradients.all_of(unit)):
+        self._shut(phase, unit, use.slot(), use.reads)
+        if unit.trainable and not unit.kept and (unit.visits.alive == 0 or self.gradients.all_of(unit)):
             self._finish_unit(phase, unit)
         elif phase.recorded is not None:
             self._pump(phase)
@@ -442,5 +442,5 @@ class Engine:
         for number, unit in enumerate(released):
             if any(row[number] for row in rows):
                 self.gradients.reduce(phase, unit, contribute=True)
-        self.phase = None
+        self.phase = phase.call = None
         self._after_reductions(phase)

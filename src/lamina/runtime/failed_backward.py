@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from lamina.core.shard_optim import AFTER_FAILED_BACKWARDS, EXPLANATIONS, others_run_backward
+from lamina.core.slots import LEAST_GIVEN_BACK, outlived
 from lamina.errors import StateError
 from lamina.runtime.suspects import described
 
@@ -58,7 +59,7 @@ def explain_given_back(error: BaseException) -> StateError | None:
         for unit in engine.units:
             if any(slot.given_back == int(said[2]) for slot in unit.slots):  # type: ignore[index]
                 return StateError(_given_back(described(unit, said[1]), unit.name))  # type: ignore[index]
-    return None
+    return outlived("a parameter") if said and int(said[2]) >= LEAST_GIVEN_BACK else None
 
 
 def _given_back(parameters: str, unit: str) -> str:

@@ -120,5 +120,5 @@ def _open_unit(model: nn.Module) -> str:
     if phase is None or not phase.is_backward:
         return ""
     uses = [use for active in phase.tasks.values() for use in active]
-    names = [use.unit.name for use in uses]
+    names = [use.visits.unit for use in uses]
     return next((name for name in reversed(names) if name != "root"), names[-1] if names else "")

@@ -12,6 +12,7 @@ Note [Given up]
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Gradients:
         self.active_ranks = control.world  # over which gradients are averaged
         self.is_left_out = False  # the batch is one of other ranks
         self.are_aside = False  # what was there before the backward that is under way
+        for share in {id(unit.mesh.share): unit.mesh.share for unit in self.units}.values():
+            share.served_by.append(weakref.ref(self))
         # Activations are at their peak while there are no gradients. On the CPU the same memory would come back as new
         # pages, whose first touch costs more than the reduction.
         self.gives_back = any(unit.mesh.device.type == "cuda" for unit in units)
@@ -210,7 +213,7 @@ class Gradients:
         self.reducer.hold(gradients)
         if contribute:
             self.drop(unit)
-            unit.was_entered = unit.alive_uses > 0
+            unit.was_entered = unit.visits.alive > 0
         if slot is not None:
             slot.to(GRADS)
         self.reducer.start(unit, place.segments, slot, self.last_micro_batch, self.defer, self.divisor)
@@ -220,7 +223,7 @@ class Gradients:
     ) -> None:
         self.reducer.begin(unit)
         self.drop(unit)
-        unit.was_entered = unit.alive_uses > 0
+        unit.was_entered = unit.visits.alive > 0
         unit.gradients.touched = list(map(or_, unit.gradients.touched, are_there(gradients)))
         self.reducer.start_direct(unit, route, gradients, slot, self.divisor)
         self.reducer.hold(gradients)

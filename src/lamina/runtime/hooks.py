@@ -136,8 +136,8 @@ class ModuleHooks:
                     frame.tensors.append(tensor)
             frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
             if len(frame.tensors) > 1:
-                hooks_of(frame.inputs, self.engine, self.engine.begin_use, self.engine.end_use)
-                frame.hooks_before = count_hooks(frame.tensors, self.engine)
+                hooks_of(frame.inputs, self.engine.reference)
+                frame.hooks_before = count_hooks(frame.tensors, self.engine.reference)
         return args, kwargs
 
     def _listen(self, frame: Frame) -> None:
@@ -181,13 +181,15 @@ class ModuleHooks:
         while self.frames and self.frames[-1].phase is not engine.phase:
             self.frames.pop()  # of a forward that ended without a word
         slots: list[Slot | None] = []
-        phase = engine.current()
+        has_graph, phase = torch.is_grad_enabled(), engine.current()
         frame = Frame(module, owns, slots, [], [], 0, 0, error, next(_moments), phase)
         frame.around, phase.frame = phase.frame, frame
         self.frames.append(frame)
         try:
             for unit in self.units:
-                slots.append(engine.enter(unit, FORWARD))
+                slots.append(slot := engine.enter(unit, FORWARD))
+                if slot is not None:
+                    slot.is_saved |= has_graph  # also where the forward will fail
         except BaseException:
             self._abandon(self.frames.pop())
             raise
@@ -230,7 +232,6 @@ class ModuleHooks:
             if slot is not None:
                 unit.refuse_writes(slot, self.here)
                 unit.window.check_shown()
-                slot.is_saved |= has_graph
         if has_graph:
             self._watch(frame, output, tensors)
         elif frame.around is not None:
@@ -253,8 +254,7 @@ class ModuleHooks:
         closed = next(_moments)
         self._begin_inside(escaped)
         made = range(frame.first_node, next_node())
-        ends = hooks_of(frame.inputs, engine, engine.begin_use, engine.end_use)
-        begins = hooks_of(nodes, engine, engine.begin_use, engine.end_use)
+        ends, begins = hooks_of(frame.inputs, engine.reference), hooks_of(nodes, engine.reference)
         are_beside = any_beside(frame.tensors, tensors, ends, begins)
         for unit, slot in zip(self.units, frame.slots, strict=True):
             reads = slot is None or not unit.sharded or reads_weights(frame.module, self.after, slot, nodes, tensors)
@@ -267,7 +267,7 @@ class ModuleHooks:
                 hook.begins.append(use)
             if are_beside and slot is not None and unit.sharded:
                 others = [t for t in tensors if t.requires_grad and t.grad_fn not in frame.inputs]
-                serve_hooks(use, frame.tensors, frame.hooks_before, others, engine, engine.begin_use)
+                serve_hooks(use, frame.tensors, frame.hooks_before, others, engine.reference)
 
     def _escaped(self, frame: Frame, output: Any) -> list[Any]:
         """Nodes of what has left the forward by other ways than its output. Forwards around it know of them, too."""
@@ -292,7 +292,7 @@ class ModuleHooks:
             number = node._sequence_nr()
             for made, reference in engine.current().uses:
                 if number in made and (use := reference()) is not None:
-                    begins = hook_of(node, engine, engine.begin_use, engine.end_use).begins
+                    begins = hook_of(node, engine.reference).begins
                     if use not in begins:
                         begins.append(use)
 

@@ -86,7 +86,7 @@ def before_backward(roots: list[Any]) -> None:
 
 def _refuse_second(roots: list[Any]) -> None:
     """A backward beside that of another thread must not lead through a sharded model."""
-    if any(engine in node.metadata for node in nodes_behind(roots) for engine in ENGINES):
+    if any(engine.reference in node.metadata for node in nodes_behind(roots) for engine in ENGINES):
         raise StateError(
             "a backward of a sharded model begins while another thread is in a backward: let one thread at a time "
             "train sharded models, on every rank in the same order"

@@ -7,8 +7,10 @@ the weights that backward needs anyway are there when the forward runs again.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lamina.core.slots import outlived
 from lamina.errors import UsageError
 
 _aten = torch.ops.aten
@@ -47,23 +50,43 @@ def apply_recompute(choice: str | int, blocks: Sequence[nn.Module]) -> None:
         return
     every = choice if isinstance(choice, int) else 1
     for module in blocks[::every]:
-        module.forward = RecomputedForward(module.forward, choice == "selective")  # type: ignore[method-assign]
+        module.forward = RecomputedForward(module, choice == "selective")  # type: ignore[method-assign]
 
 
-@dataclass
 class RecomputedForward:
-    """A forward that runs again in backward. An object, not a closure: a deepcopy of the model copies `inner` too."""
+    """A module's forward, to run again in backward. The module holds it; neither it nor a graph holds the module."""
 
-    inner: Callable[..., Any]
-    selective: bool
+    def __init__(self, module: nn.Module, selective: bool) -> None:
+        self.module, self.selective = weakref.ref(module), selective
+        self.replaced: Callable[..., Any] | None = vars(module).get("forward")  # None: the class's own forward runs
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
+        made = copy.copy(self)
+        made.module, made.replaced = weakref.ref(memo[id(self.module())]), copy.deepcopy(self.replaced, memo)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # torch's checkpoint cannot be mapped
         if in_transform or not torch.is_grad_enabled():
-            return self.inner(*args, **kwargs)
+            return self.run(args, kwargs)
         if self.selective:
             kwargs["context_fn"] = _selective_contexts
-        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(functools.partial(_run, weakref.ref(self)), *args, use_reentrant=False, **kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module()
+        assert module is not None
+        return (
+            type(module).forward(module, *args, **kwargs) if self.replaced is None else self.replaced(*args, **kwargs)
+        )
+
+
+def _run(reference: weakref.ref[RecomputedForward], *args: Any, **kwargs: Any) -> Any:
+    """What torch's checkpoint hangs on the graph."""
+    forward = reference()
+    if forward is None:
+        raise outlived("a recomputed block")
+    return forward.run(args, kwargs)
 
 
 def _selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

@@ -16,6 +16,7 @@ Note [Whose memory]
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from lamina.core.parameter_loops import requirements_of
 from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
 from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
-from lamina.core.slots import WEIGHTY, Slot
+from lamina.core.slots import WEIGHTY, Slot, outlived
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.outside import listen
@@ -45,6 +46,16 @@ from lamina.runtime.windows import Entry, Shown, Window, refresh_flat_weights
 _local_of = attrgetter("_local")
 _version_of = attrgetter("_version")
 _address_of = Tensor.data_ptr
+
+
+class Visits:
+    """Forwards of one unit whose graph may still be run backward. See Note [Kept graphs] in uses.py."""
+
+    __slots__ = ("unit", "alive")
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit  # its name
+        self.alive = 0
 
 
 class Unit:
@@ -85,9 +96,9 @@ class Unit:
         self.lanes: Lanes | None = None  # its masters are written on `compute`; None: they are read there, too
         self.kept = 0  # `keep` scopes that hold it
         self.ears: dict[int, Any] = {}  # by position: autograd's node that gives the user's parameter its gradient
-        self.alive_uses = 0  # forward visits whose graph may still be run backward
+        self.visits = Visits(self.name)
         self.gathers = self.reduces = self.overflows = 0
-        self.recurrent: list[nn.RNNBase] = []  # modules that hold a list of their weights beside the dict
+        self.recurrent: list[weakref.ref[nn.RNNBase]] = []  # modules that hold a list of their weights beside the dict
         self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
         self.gradients.notes.are_hooked = not self.communicates  # nobody tells
         self.masters: list[Tensor] = []
@@ -187,7 +198,8 @@ class Unit:
         """The same parameters under other names, in other modules or (`gone`) in none. No use is open."""
         self.gone = gone
         self.plan, self.layout, self.gradients.layout = plan, layout, layout
-        self.name, self.entries = plan.name or "root", list(entries)
+        self.name = self.visits.unit = plan.name or "root"
+        self.entries = list(entries)
         self.window = Window(entries, self.params)
         for slot in self.slots:
             slot.layout = layout
@@ -199,9 +211,16 @@ class Unit:
 
     def leave_slots(self) -> None:
         """It is given another place. Nothing reads the old one any more."""
+        for slot in self.slots:
+            slot.retire()
         self.slot, self.overflow = None, []
         self._shown.clear()
         self._followed.clear()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for slot in self.slots:
+                slot.retire()
 
     def count_change(self) -> None:
         """A root forward begins: it reads other weights than the last one if they were changed since."""
@@ -225,7 +244,7 @@ class Unit:
         self.window.show(shown)
         self.follow(slot, forward)
         for module in self.recurrent:
-            refresh_flat_weights(module)
+            refresh_flat_weights(module())
 
     def refuse_writes(self, slot: Slot, when: str) -> None:
         """What is written into a full parameter is lost when its slot is given back."""
@@ -248,7 +267,7 @@ class Unit:
     def swap_out(self) -> None:
         self.window.shut()
         for module in self.recurrent:
-            refresh_flat_weights(module)
+            refresh_flat_weights(module())
 
     def follow(self, slot: Slot, forward: bool) -> None:
         """Let full parameters require gradients as the user's do now.
@@ -398,8 +417,9 @@ class Unit:
 
 def _receive(unit: weakref.ref[Unit], position: int, grad: Tensor) -> None:
     owner = unit()
-    if owner is not None:
-        owner.gradients.arrive(position, grad)
+    if owner is None:
+        raise outlived("a parameter, in a loss outside forwards,")
+    owner.gradients.arrive(position, grad)
 
 
 def give_memory(param: nn.Parameter, value: Tensor) -> None:

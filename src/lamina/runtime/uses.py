@@ -20,6 +20,14 @@ Note [Begin and end]
        several inputs may run after the end of 2 and 4: there the use ends when all inputs have passed.
     7. A backward may come in past the outputs: what has left the forward by an attribute or a hook on a layer inside
        counts as one (escapes.py), of every forward that made its node. 2 to 5 hold for it as well.
+
+Note [Kept graphs]
+    1. Who keeps an output keeps its graph, and Python's collector does not see what autograd holds. So nothing that
+       hangs on a graph holds the runtime: a node's hook knows its engine, and a use its slot, by weak references.
+    2. Modules hold the runtime (`ModuleHooks`), and it holds none of them. What is dropped goes at once, as a plain
+       model does: the runtime is in no circle with itself either.
+    3. A backward through a graph that has outlived its runtime raises: here where it enters a unit, in slots.py where
+       it comes in past the outputs.
 """
 
 from __future__ import annotations
@@ -28,15 +36,20 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lamina.core.slots import Slot
+from lamina.core.slots import Slot, outlived
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError
 from lamina.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from lamina.runtime.engine import Engine
+
+    Owner = weakref.ref[Engine]  # in the metadata of a node: whose hook it is
 
 PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 MAXIMAL_DEPTH = 6
@@ -45,10 +58,14 @@ _hooks_on = attrgetter("_backward_hooks")
 
 
 class Use:
-    """One forward visit of a unit whose graph is alive; held by that graph's nodes only (it must not hold them)."""
+    """One forward visit of a unit whose graph is alive; held by that graph's nodes only.
+
+    It holds neither these nor anything of the runtime: Note [Kept graphs].
+    """
 
     __slots__ = (
-        "unit",
+        "visits",
+        "index",
         "slot",
         "opened",
         "closed",
@@ -66,7 +83,8 @@ class Use:
     def __init__(
         self, unit: Unit, slot: Slot | None, input_count: int, opened: int, closed: int, reads: bool = True
     ) -> None:
-        self.unit, self.slot = unit, slot
+        self.visits, self.index = unit.visits, unit.index
+        self.slot = _none if slot is None else weakref.ref(slot)  # called; None: of a plain unit
         self.reads = reads  # whether its backward needs the weights; see lookups.py
         self.opened, self.closed = opened, closed  # when its forward began and ended, counted over all forwards
         self.version = unit.version  # of the weights that it read
@@ -76,15 +94,14 @@ class Use:
         self.is_early = False  # begun for a hook of the user's: Note [Begin and end] 4 is still to be done
         self.waits_for_all = False  # whether only its inputs end it; Note [Begin and end] 6
         self.done = False
-        unit.alive_uses += 1
+        unit.visits.alive += 1
 
-    def check_weights(self) -> None:
+    def check_weights(self, unit: Unit) -> None:
         """Before its backward: the weights that its forward read are those that backward will read, and no later one.
 
         Raises:
             StateError: a graph of this backward is wanted too, or the weights were changed since.
         """
-        unit = self.unit
         if torch.is_grad_enabled() and not unit.plain and not unit.kept:
             raise StateError(
                 f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are "
@@ -100,11 +117,15 @@ class Use:
         """No backward of this use can come any more."""
         if not self.done:
             self.done = True
-            self.unit.alive_uses -= 1
+            self.visits.alive -= 1
 
     def __del__(self) -> None:
         if not self.done:
             self.finish()
+
+
+def _none() -> None:
+    return None
 
 
 class Tally:
@@ -122,12 +143,12 @@ NODE_HOOKS = Tally()  # since the process began
 class NodeHook:
     """All begins and ends that one sharded model has on one autograd node: the output of one may be another's input."""
 
-    __slots__ = ("begins", "ends", "begin", "end", "handle", "all_hooks")
+    __slots__ = ("begins", "ends", "owner", "handle", "all_hooks")
 
-    def __init__(self, node: Any, begin: Callable[[Use], None], end: Callable[[Use], None]) -> None:
+    def __init__(self, node: Any, owner: Owner) -> None:
         self.begins: list[Use] = []
         self.ends: list[weakref.ref[Use]] = []
-        self.begin, self.end = begin, end
+        self.owner = owner
         self.handle = node.register_prehook(self)
         NODE_HOOKS.made += 1
         self.all_hooks = self.handle.hooks_dict_ref  # with those that others have before this node
@@ -139,44 +160,50 @@ class NodeHook:
 
     @uncompiled
     def __call__(self, grads: Any) -> None:
+        engine = self.owner()
+        if engine is None:
+            if self.begins:  # else it is an input's, and leads past the model
+                raise outlived(f"the unit `{self.begins[0].visits.unit}`")
+            return
         for reference in self.ends:
             use = reference()
             if use is not None:
-                self.end(use)
+                engine.end_use(use)
         for use in self.begins:
-            self.begin(use)
+            engine.begin_use(use)
 
 
-def hooks_of(
-    nodes: Iterable[Any], owner: object, begin: Callable[[Use], None], end: Callable[[Use], None]
-) -> list[NodeHook]:
+def hooks_of(nodes: Iterable[Any], owner: Owner) -> list[NodeHook]:
     """`hook_of` each."""
     hooks = []
     for node in nodes:
-        hooks.append(hook_of(node, owner, begin, end))  # a comprehension is a call
+        hooks.append(hook_of(node, owner))  # a comprehension is a call
     return hooks
 
 
-def hook_of(node: Any, owner: object, begin: Callable[[Use], None], end: Callable[[Use], None]) -> NodeHook:
+def hook_of(node: Any, owner: Owner) -> NodeHook:
     """The hook of the model run by `owner` on `node`, registered the first time."""
     hook = node.metadata.get(owner)
     if hook is None:
-        hook = node.metadata[owner] = NodeHook(node, begin, end)
+        hook = node.metadata[owner] = NodeHook(node, owner)
     return hook
 
 
 class FirstHook:
     """Begins a use before hooks of the user's that stand on an output, or on its node. Note [Begin and end] 6."""
 
-    def __init__(self, use: Use, begin: Callable[[Use, bool], None]) -> None:
-        self.use, self.begin = use, begin
+    def __init__(self, use: Use, owner: Owner) -> None:
+        self.use, self.owner = use, owner
         self.hooks: list[weakref.ref[dict[int, Any]]] = []  # on the output and on its node
         self.count = 0  # of these
 
     @uncompiled
     def __call__(self, grads: Any) -> None:
         """Those that came since are of uses that took the output as an input: they still need their weights."""
-        self.begin(self.use, self._count() > self.count)
+        engine = self.owner()
+        if engine is None:
+            raise outlived(f"the unit `{self.use.visits.unit}`")
+        engine.begin_use(self.use, self._count() > self.count)
 
     def stand_before(self, hooks: Sequence[weakref.ref[dict[int, Any]]], handle: Any) -> None:
         """Before the hooks that an output and its node have; `handle`: where it has been registered."""
@@ -207,8 +234,7 @@ def serve_hooks(
     inputs: Sequence[Tensor],
     hooks_before: int,
     outputs: Sequence[Tensor],
-    owner: object,
-    begin: Callable[[Use, bool], None],
+    owner: Owner,
 ) -> None:
     """Let hooks of the user's find the weights; Note [Begin and end] 6.
 
@@ -216,13 +242,12 @@ def serve_hooks(
         inputs, outputs: tensors of the use that need gradients.
         hooks_before: that the inputs had when the forward began: they know nothing of its weights.
         owner: whose NodeHooks are on their nodes.
-        begin: of a use; True: while others that have ended go on.
     """
     for tensor in outputs:
         on_node = _node_hook(tensor, owner)
         if on_node is None or not (tensor._backward_hooks or on_node.others):
             continue
-        first, node = FirstHook(use, begin), tensor.grad_fn
+        first, node = FirstHook(use, owner), tensor.grad_fn
         assert node is not None
         handle = tensor.register_hook(first) if tensor._backward_hooks else node.register_prehook(first)
         first.stand_before([handle.hooks_dict_ref, on_node.handle.hooks_dict_ref], handle)
@@ -237,7 +262,7 @@ def serve_hooks(
         use.input_count = 0 if has_leaf else len({tensor.grad_fn for tensor in inputs})
 
 
-def count_hooks(tensors: Sequence[Tensor], owner: object) -> int:
+def count_hooks(tensors: Sequence[Tensor], owner: Owner) -> int:
     """Of others, on tensors and (where `owner` has one as well) before their nodes."""
     count = 0
     for tensor in tensors:
@@ -256,7 +281,7 @@ def end_others(use: Use, active: Sequence[Use], is_early: bool, finish: Callable
             finish(other)
 
 
-def _node_hook(tensor: Tensor, owner: object) -> NodeHook | None:
+def _node_hook(tensor: Tensor, owner: Owner) -> NodeHook | None:
     node: Any = tensor.grad_fn
     return None if node is None else node.metadata.get(owner)
 

@@ -76,9 +76,10 @@ class Window:
                 raise ParameterChanged(_replaced(entry, found))
 
 
-def refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Recurrent modules hold a list of their weights beside the dict."""
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment, union-attr]
+def refresh_flat_weights(module: nn.RNNBase | None) -> None:
+    """Recurrent modules hold a list of their weights beside the dict. None: one that is gone."""
+    if module is not None:
+        module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment, union-attr]
 
 
 def release_computed_weights(model: nn.Module) -> None:
