@@ -161,6 +161,28 @@ class Ladder(nn.Module):
         return self.up(torch.tanh(self.one(self.down(x))))
 
 
+class Factor(nn.Linear):
+    """What the script hangs on a parameter is read by the forward, and the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.calls = getattr(self.weight, "calls", 0) + 1
+        return F.linear(torch.tanh(x), self.weight * self.weight.factor, self.bias)
+
+
+def factors() -> Chain:
+    model = chain(lambda: Factor(WIDTH, WIDTH), 3)
+    for block in model.blocks:
+        block.weight.factor = 1.5
+    return model
+
+
+def next_factors(model: nn.Module, x: Tensor) -> Tensor:
+    result = model(x).pow(2).mean()
+    for number, block in enumerate(model.blocks):
+        block.weight.factor = number + 1 / (1 + block.weight.calls)
+    return result
+
+
 def shared_parametrization() -> nn.Module:
     """Two layers whose original weight is one parameter, each with a norm of its own."""
     first, second = linear(), linear()
@@ -198,6 +220,7 @@ CASES: dict[str, Case] = {
     "four bits": Case(lambda: chain(FourBit), optimizer="adam", max_norm=0.1),
     "eight-bit floats": Case(lambda: chain(EightBitFloat), optimizer="foreach"),
     "lora with dropout": Case(lambda: chain(lambda: LoraWithDropout(int8=True))),
+    "attributes": Case(factors, next_factors, steps=4),
     "tiny dims": Case(lambda: chain(Ladder), max_norm=0.05),
     "one bias trains": Case(all_frozen_but_one, max_norm=0.1),
     "root only": Case(lambda: linear(), units=()),
@@ -227,6 +250,28 @@ def run_control() -> dict[str, float]:
 def test_a_small_fault_is_seen() -> None:
     for found in run_ranks(2, run_control):
         assert min(found.values()) > TOLERANCE, found
+
+
+def attributes_inside() -> list[object]:
+    """Each asked for inside a forward."""
+    model = lamina.shard(linear())
+    model.weight.later = 1
+    found: list[object] = []
+
+    def look(module: nn.Module, args: object) -> None:
+        weight = module.weight
+        found.extend((weight.later, hasattr(weight, "never"), hasattr(weight, "spec"), weight.shape))
+        del weight.later
+        weight.now = 2
+
+    model.register_forward_pre_hook(look)
+    model(torch.ones(1, WIDTH))
+    return [*found, hasattr(model.weight, "later"), model.weight.now]
+
+
+def test_attributes_of_a_parameter_are_the_same_inside_and_outside() -> None:
+    wanted = [1, False, False, torch.Size([WIDTH, WIDTH]), False, 2]
+    assert run_ranks(2, attributes_inside) == [wanted] * 2
 
 
 def made_of_two(ignore: tuple[str, ...]) -> str:

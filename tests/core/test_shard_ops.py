@@ -118,6 +118,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "norm 0": lambda x: torch.linalg.vector_norm(x, 0),
     "norm dtype": lambda x: torch.linalg.vector_norm(x, 2, dtype=torch.float64),
     "square": lambda x: x.pow(2).sum().sqrt(),
+    "dot": lambda x: torch.dot(x.flatten(), x.flatten().cos()),
+    "dot plain": lambda x: torch.dot(torch.arange(float(x.numel()), dtype=x.dtype), x.flatten()),
     "item": lambda x: x.max().item() if x.numel() else x.sum().item(),
 }
 EXTREMES: dict[str, Callable[[Tensor], Any]] = {

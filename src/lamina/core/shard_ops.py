@@ -144,18 +144,26 @@ def refuse(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "it needs the whole tensor"
 ) -> NoReturn:
     lead = lead_of(args, kwargs)
+    in_a_loss = any(shard.requires_grad for shard in shards_in((*args, *kwargs.values())))
     cure = past_the_forward(lead.name, sys._getframe(1)) or (
         "Call the module that owns it (inside its forward the parameter is whole), or use `with lamina.gathered(p) as "
-        "full:`, or `p.full()` (collective)."
+        f"full:`, or `p.full()` (collective{_for_gradients(lead) if in_a_loss else ''})."
     )
     raise ShardOpError(f"`{op_name(func)}` cannot work on the sharded {lead.spec.describe()}: {why}. {cure}")
+
+
+def _for_gradients(named: Shard | ShardSpec) -> str:
+    """What to type instead of full values, which are detached, where a gradient is to reach the parameter."""
+    if not torch.is_grad_enabled():
+        return ""
+    return f", without gradients; a loss outside the forward needs lamina.shard(..., replicate=[{named.name!r}])"
 
 
 def _mismatch(func: Any, value: Tensor, spec: ShardSpec) -> NoReturn:
     got = value.spec.describe() if type(value) is Shard else f"a plain tensor of shape {tuple(value.shape)}"
     cure = past_the_forward(spec.name, sys._getframe(1)) or (
-        f"Sharded operands must be cut alike, and plain ones must broadcast to {tuple(spec.shape)}. Use `.full()` on "
-        "both (collective), or work in the forward."
+        f"Sharded operands must be cut alike, and plain ones must broadcast to {tuple(spec.shape)}. Work in the "
+        f"forward, or use `.full()` on both (collective{_for_gradients(spec)})."
     )
     raise ShardOpError(f"`{op_name(func)}` got the sharded {spec.describe()} beside {got}. {cure}")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina.core.shard_collectives import all_reduce_, all_reduce_max
 from lamina.core.shard_losses import differentiable
-from lamina.core.shard_ops import handles, lead_of, local_of, op_name, refuse
+from lamina.core.shard_ops import handles, lead_of, local_of, op_name, refuse, shards_in
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Shard
 
@@ -90,6 +90,18 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     source = _over_everything(func, args, kwargs)
     return all_reduce_(torch.count_nonzero(source.local), _SUM, source.spec)
+
+
+@handles("dot")
+def inner_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Of vectors, as optimizers that estimate their own step size take it."""
+    if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards_in(args)):
+        refuse(func, args, kwargs, "a gradient through it is not offered; `(a * b).sum()` has one")
+    func(*(torch.empty(arg.shape, dtype=arg.dtype, device="meta") for arg in args))  # torch's own errors
+    spec = lead_of(args, kwargs).spec
+    first, second = (local_of(arg, spec, func) for arg in args)
+    result, wanted = _total(first * second, spec, first.dtype)
+    return result.to(wanted)
 
 
 # -- extremes

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from lamina.core.lanes import Mark, running_stream
 from lamina.core.layout import UnitLayout
+from lamina.core.shard_tensor import OWN_ATTRIBUTES
 from lamina.errors import StateError
 
 
@@ -178,12 +179,46 @@ def segment_views(layout: UnitLayout, buffer: Tensor) -> list[Tensor]:
     ]
 
 
+def _nobody() -> None:
+    return None
+
+
 class FullParameter(nn.Parameter):
     """A parameter while it is gathered.
 
     torch's own `.data` hides writes from the version counter, by which a forward that changes its weights is known: it
     would lose them without a word. This one counts them.
+
+    What users hang on a parameter belongs to the Shard that this one stands for: it is read there, whenever it was set,
+    and kept there when set here. Not what torch.compile notes of a tensor, which is about this memory.
     """
+
+    _owner: Callable[[], nn.Parameter | None]
+
+    def belong_to(self, owner: Callable[[], nn.Parameter | None]) -> None:
+        """`owner` gives the Shard, or None once the model is gone, and holds neither: kept graphs hold this one."""
+        vars(self)["_owner"] = owner
+
+    def __getattr__(self, name: str) -> Any:
+        """Asked for what is not found here."""
+        owner = vars(self).get("_owner", _nobody)()
+        if owner is None or name in OWN_ATTRIBUTES or name not in vars(owner):
+            raise AttributeError(f"'Parameter' object has no attribute '{name}'")
+        return vars(owner)[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owner = vars(self).get("_owner", _nobody)()
+        if owner is None or hasattr(FullParameter, name) or name.startswith("_dynamo"):
+            super().__setattr__(name, value)
+        else:
+            setattr(owner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        owner = vars(self).get("_owner", _nobody)()
+        if owner is None or name in vars(self):
+            super().__delattr__(name)
+        else:
+            delattr(owner, name)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -195,7 +230,7 @@ class FullParameter(nn.Parameter):
             self.detach().copy_(value)
 
 
-def bind(view: Tensor, requires_grad: bool, counter: Tensor) -> nn.Parameter:
+def bind(view: Tensor, requires_grad: bool, counter: Tensor) -> FullParameter:
     """A full parameter over `view` with the version counter of `counter`: writes to the slot do not reach it."""
     full = FullParameter(counter, requires_grad=False)
     _set_data(full, view)

@@ -164,7 +164,7 @@ class Gradients:
 
     def having(self, units: Sequence[Unit]) -> Iterator[Unit]:
         """Those of which this rank has any gradient when their turn comes."""
-        held = [slot.fulls for unit in units for slot in unit.slots]
+        held: list[Sequence[Tensor]] = [slot.fulls for unit in units for slot in unit.slots]
         held += [unit.params for unit in units if unit.slot is None]
         arrived = any(unit.gradients.arrived and not unit.communicates for unit in units)
         with AS_PLAIN():

@@ -32,7 +32,7 @@ from lamina.core.mesh import DataMesh
 from lamina.core.parameter_loops import requirements_of
 from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
-from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
+from lamina.core.shard_tensor import Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot, outlived
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
@@ -237,8 +237,8 @@ class Unit:
         if shown is None:
             shown = self._shown[slot] = self.window.values(slot.fulls)
             self._followed[slot] = -1, []  # nothing yet: what was frozen when it was sharded may train by now
-            for param, full in zip(self.params, slot.fulls, strict=True):
-                full.__dict__.update((name, vars(param)[name]) for name in vars(param).keys() - OWN_ATTRIBUTES)
+            for position, full in enumerate(slot.fulls):
+                full.belong_to(functools.partial(_parameter_of, weakref.ref(self), position))
         if self.windows == 0:
             self.window.check()
         self.window.show(shown)
@@ -413,6 +413,11 @@ class Unit:
     def _note_addresses(self) -> None:
         if not self.communicates:
             self._addresses = list(map(_address_of, self.params))
+
+
+def _parameter_of(unit: weakref.ref[Unit], position: int) -> nn.Parameter | None:
+    """Not by a reference to the parameter itself: torch does not move one that has any."""
+    return None if (there := unit()) is None else there.params[position]
 
 
 def _receive(unit: weakref.ref[Unit], position: int, grad: Tensor) -> None:
