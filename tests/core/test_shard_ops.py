@@ -65,6 +65,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "round trip": lambda x, y: x.bfloat16().double(),
     "view": lambda x, y: x.reshape(-1).mul(2).view(x.shape),
     "flatten": lambda x, y: x.flatten(),
+    "slice": lambda x, y: x.flatten()[::1][0:][:1000],
     "unsqueeze": lambda x, y: x.unsqueeze(0).squeeze(0),
     "frexp": lambda x, y: torch.frexp(x)[0],
     "max of two": lambda x, y: torch.maximum(x, y),

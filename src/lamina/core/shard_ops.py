@@ -347,6 +347,16 @@ def view_with_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _alias(source, source.spec.reshaped(wanted))
 
 
+@handles("slice")
+def everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard:
+    """`p[::n]` where n is 1, and other slices that leave nothing out; their backwards would know no Shards."""
+    source = args[0]
+    is_whole = func(torch.empty(source.spec.shape, device="meta"), *args[1:], **kwargs).shape == source.spec.shape
+    if not is_whole or (torch.is_grad_enabled() and source.requires_grad):
+        refuse(func, args, kwargs)
+    return _alias(source, source.spec)
+
+
 @handles("expand")
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard:
     source, shape = args[0], args[1]
