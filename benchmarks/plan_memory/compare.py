@@ -2,10 +2,14 @@
 
 python benchmarks/plan_memory/compare.py                                 # results/*.json, and lamina's rows of gpu_step
 python benchmarks/plan_memory/compare.py benchmarks/plan_memory/results/NAME.json
+python benchmarks/plan_memory/compare.py --room > benchmarks/plan_memory/predictions_room.md      # of today's runtime
 
 The jobs of gpu_step build their model on the device before they shard it, and have a communicator of their own, whose
 size is what the unsharded loop of the same run, or of the core run on that machine, takes beside its context. Rows of
 gradients that kept their memory, and captured steps, are other programs: left out.
+
+All rows are of runtimes that made no room for gradients (src/lamina/core/room.py). `--room` forecasts the later ones of
+gpu_step for a runtime that does, beside what the one before it took.
 """
 
 from __future__ import annotations
@@ -92,14 +96,14 @@ def machine_of(card: str) -> Machine:
     return load_machine("h200" if "H200" in card else "h100")
 
 
-def line(found: Found) -> str:
+def line(found: Found, makes_room: bool = False) -> str:
     row = found.row
     model = measured(row.size, row.tokens, row.recompute)
     choice = Choice(row.strategy, found.gpus, recompute=row.recompute, wire=wire_of(row), transport=found.transport)
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     factors = resolve(row.strategy, found.gpus)
-    run = reserve(model, forecast.state, factors, given=found.given, gives_back=found.gives_back, makes_room=False)
+    run = reserve(model, forecast.state, factors, given=found.given, gives_back=found.gives_back, makes_room=makes_room)
     assert run is not None
     pairs = (
         (run.allocated_bytes, found.allocated),
@@ -115,15 +119,21 @@ def line(found: Found) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path, nargs="*")
+    parser.add_argument("--room", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.room:
+        print(
+            "Forecast with room for gradients / measured before it was made, GiB. Written before the former was run.\n"
+        )
     print("| where | model | tokens a GPU | strategy | recompute | wire | allocated | reserved | used |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for path in options.results or sorted((HERE / "results").glob("*.json")):
+    for path in [] if options.room else options.results or sorted((HERE / "results").glob("*.json")):
         for found in own_rows(path):
             print(line(found))
     for found in [] if options.results else gpu_step_rows():
-        print(line(found))
+        if found.gives_back or not options.room:
+            print(line(found, options.room and found.row.recompute != "full"), flush=True)
 
 
 if __name__ == "__main__":

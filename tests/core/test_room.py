@@ -1,33 +1,22 @@
-"""Room for gradients: what is asked for, and when. What it spares: tests/planner/test_reserved.py."""
+"""Room for gradients: when it is asked for. What it spares: tests/planner/test_reserved.py."""
 
 from __future__ import annotations
 
 from unittest.mock import patch
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import lamina
 from harness import run_ranks
-from lamina.core.room import PIECE_BYTES, pieces_bytes
 from lamina.runtime import gradients
 from lamina.runtime.assemble import RUNTIMES
 
 
-@given(st.lists(st.integers(0, 3 * PIECE_BYTES), max_size=40))
-def test_pieces_hold_all_gradients_and_are_large(sizes_bytes: list[int]) -> None:
-    pieces = pieces_bytes(sizes_bytes)
-    assert sum(pieces) == sum(sizes_bytes)
-    assert all(piece >= PIECE_BYTES for piece in pieces[:-1]) and all(pieces)
-    assert all(piece < PIECE_BYTES + max(sizes_bytes) for piece in pieces)
-
-
-def trains_and_evaluates(strategy: str, frozen: str) -> None:
+def trains_and_evaluates(strategy: str, frozen: str, recompute: str) -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
     model[0].requires_grad_(frozen != "before")
-    lamina.shard(model, strategy, start="broadcast")
+    lamina.shard(model, strategy, start="broadcast", recompute=recompute)
     model[0].requires_grad_(frozen == "")
     RUNTIMES[model].engine.gradients.gives_back = True  # as on a GPU
     data, optimizer = torch.ones(2, 8, dtype=torch.float64), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -41,11 +30,15 @@ def trains_and_evaluates(strategy: str, frozen: str) -> None:
             held = sum(grad.nbytes for unit in RUNTIMES[model].units for grad in unit.gradients.ranges)
             optimizer.step()
             optimizer.zero_grad()
-    assert asked == [held], (asked, held)
+    assert asked == ([] if recompute == "full" else [held])
 
 
 def test_room_is_made_once_by_the_first_forward_of_a_training() -> None:
     for strategy in ("zero3", "zero1", "ddp"):
-        run_ranks(2, trains_and_evaluates, strategy, "")
+        run_ranks(2, trains_and_evaluates, strategy, "", "none")
     for frozen in ("before", "after"):
-        run_ranks(2, trains_and_evaluates, "zero3", frozen)
+        run_ranks(2, trains_and_evaluates, "zero3", frozen, "none")
+
+
+def test_none_where_blocks_are_recomputed() -> None:
+    run_ranks(2, trains_and_evaluates, "zero3", "", "full")

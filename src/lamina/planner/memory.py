@@ -114,7 +114,8 @@ def forecast_memory(
     allocated = max(moment.total_bytes for moment in moments)
     reserved, used, beside = allocated, allocated, 0
     if on_gpu:
-        found = reserve(measured, state, factors, choice.accumulation)
+        makes_room = choice.recompute != "full"
+        found = reserve(measured, state, factors, choice.accumulation, makes_room=makes_room)
         assert found is not None, "only a device with a limit is ever full"
         allocated, reserved = found.allocated_bytes, found.reserved_bytes
         beside, groups = state.shared, communicators(factors, state.is_one_sided)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from lamina.core.halves import PIECE_NUMEL
 from lamina.core.layout import UnitLayout
-from lamina.core.room import pieces_bytes
+from lamina.core.room import room_bytes
 from lamina.core.strategy import Factors
 from lamina.planner.caching_allocator import Block, CachingAllocator, DeviceFull
 from lamina.planner.measure_data import Happens, Measured
@@ -162,11 +162,8 @@ class _Run:
             sizes = [sum(p.numel * p.master.itemsize for p in layout.params if p.trainable) for layout in layouts]
         else:
             sizes = [s.range_numel * wide_bytes(s.master) for layout in layouts for s in layout.segments if s.trainable]
-        held: list[Block] = []
         with contextlib.suppress(DeviceFull):
-            for size_bytes in pieces_bytes(sizes):
-                held += self._take([size_bytes])
-        self._give(held)
+            self._give(self._take([room_bytes(sizes)]))
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

@@ -137,7 +137,8 @@ def shard(
     move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
     engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen, peers)
-    if native and device.type == "cuda":
+    engine.gradients.wants_room = recompute != "full"
+    if native and device.type == "cuda" and recompute != "full":
         make_room([sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
     _wrap_forwards(model, built, chosen, recompute, compile)
     hooks = weakref.WeakValueDictionary() if native else register_hooks(model, built, engine, chosen)

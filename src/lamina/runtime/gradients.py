@@ -76,7 +76,7 @@ class Gradients:
         # Activations are at their peak while there are no gradients. On the CPU the same memory would come back as new
         # pages, whose first touch costs more than the reduction.
         self.gives_back = any(unit.mesh.device.type == "cuda" for unit in units)
-        self.has_room = False
+        self.wants_room = False  # `shard()` says where it helps
         self.take_share()
 
     def take_share(self) -> None:
@@ -97,14 +97,14 @@ class Gradients:
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
         self.tokens.follow(before.tokens)
-        self.has_room = before.has_room
+        self.wants_room = before.wants_room
 
     def give_back(self) -> None:
         """A forward begins: the memory of gradients that nobody has any more is for activations."""
         if not self.gives_back:
             return
-        if not self.has_room and torch.is_grad_enabled() and not self.lanes.is_recording:
-            self.has_room = True
+        if self.wants_room and torch.is_grad_enabled() and not self.lanes.is_recording:
+            self.wants_room = False
             units = [unit for unit in self.units if any(param.requires_grad for param in unit.params)]
             segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
             sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
