@@ -183,6 +183,26 @@ def next_factors(model: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
+class Factored(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(x), self.weight * getattr(self.weight, "factor", 1.0), self.bias)
+
+
+def compiled_factors() -> Chain:
+    model = chain(lambda: Factored(WIDTH, WIDTH))
+    for block in model.blocks:
+        block.weight.factor = 1.5
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def halved_factors(model: nn.Module, x: Tensor) -> Tensor:
+    result = model(x).pow(2).mean()
+    for block in model.blocks:
+        block.weight.factor /= 2
+    return result
+
+
 def shared_parametrization() -> nn.Module:
     """Two layers whose original weight is one parameter, each with a norm of its own."""
     first, second = linear(), linear()
@@ -221,6 +241,7 @@ CASES: dict[str, Case] = {
     "eight-bit floats": Case(lambda: chain(EightBitFloat), optimizer="foreach"),
     "lora with dropout": Case(lambda: chain(lambda: LoraWithDropout(int8=True))),
     "attributes": Case(factors, next_factors, steps=4),
+    "attributes, compiled": Case(compiled_factors, halved_factors, steps=3),
     "tiny dims": Case(lambda: chain(Ladder), max_norm=0.05),
     "one bias trains": Case(all_frozen_but_one, max_norm=0.1),
     "root only": Case(lambda: linear(), units=()),

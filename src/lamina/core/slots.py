@@ -179,8 +179,13 @@ def segment_views(layout: UnitLayout, buffer: Tensor) -> list[Tensor]:
     ]
 
 
-def _nobody() -> None:
-    return None
+def _owner_of(full: FullParameter) -> nn.Parameter | None:
+    owner = vars(full).get("_owner")
+    return None if owner is None else owner()
+
+
+def _is_own(name: str) -> bool:
+    return name == "_owner" or name.startswith("_dynamo")
 
 
 class FullParameter(nn.Parameter):
@@ -189,8 +194,9 @@ class FullParameter(nn.Parameter):
     torch's own `.data` hides writes from the version counter, by which a forward that changes its weights is known: it
     would lose them without a word. This one counts them.
 
-    What users hang on a parameter belongs to the Shard that this one stands for: it is read there, whenever it was set,
-    and kept there when set here. Not what torch.compile notes of a tensor, which is about this memory.
+    What users hang on a parameter belongs to the Shard that this one stands for, and is copied here when a use begins
+    (torch.compile takes no attributes that `__getattr__` finds). What is set here is set there, too; not what
+    torch.compile notes of a tensor, which is about this memory.
     """
 
     _owner: Callable[[], nn.Parameter | None]
@@ -199,25 +205,20 @@ class FullParameter(nn.Parameter):
         """`owner` gives the Shard, or None once the model is gone, and holds neither: kept graphs hold this one."""
         vars(self)["_owner"] = owner
 
-    def __getattr__(self, name: str) -> Any:
-        """Asked for what is not found here."""
-        owner = vars(self).get("_owner", _nobody)()
-        if owner is None or name in OWN_ATTRIBUTES or name not in vars(owner):
-            raise AttributeError(f"'Parameter' object has no attribute '{name}'")
-        return vars(owner)[name]
+    def take_attributes(self, param: nn.Parameter) -> None:
+        here, there = vars(self), {name: value for name, value in vars(param).items() if name not in OWN_ATTRIBUTES}
+        for name in [name for name in here if name not in there and not _is_own(name)]:
+            del here[name]
+        here.update(there)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        owner = vars(self).get("_owner", _nobody)()
-        if owner is None or hasattr(FullParameter, name) or name.startswith("_dynamo"):
-            super().__setattr__(name, value)
-        else:
+        super().__setattr__(name, value)
+        if not hasattr(FullParameter, name) and not _is_own(name) and (owner := _owner_of(self)) is not None:
             setattr(owner, name, value)
 
     def __delattr__(self, name: str) -> None:
-        owner = vars(self).get("_owner", _nobody)()
-        if owner is None or name in vars(self):
-            super().__delattr__(name)
-        else:
+        super().__delattr__(name)
+        if (owner := _owner_of(self)) is not None and name in vars(owner):
             delattr(owner, name)
 
     @property

@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -32,8 +33,8 @@ from lamina.core.mesh import DataMesh
 from lamina.core.parameter_loops import requirements_of
 from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
-from lamina.core.shard_tensor import Shard, convert_
-from lamina.core.slots import WEIGHTY, Slot, outlived
+from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
+from lamina.core.slots import WEIGHTY, FullParameter, Slot, outlived
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.outside import listen
@@ -98,6 +99,7 @@ class Unit:
         self.ears: dict[int, Any] = {}  # by position: autograd's node that gives the user's parameter its gradient
         self.visits = Visits(self.name)
         self.gathers = self.reduces = self.overflows = 0
+        self._hung = False  # whether users have hung attributes on its parameters
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []  # modules that hold a list of their weights beside the dict
         self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
         self.gradients.notes.are_hooked = not self.communicates  # nobody tells
@@ -241,6 +243,9 @@ class Unit:
                 full.belong_to(functools.partial(_parameter_of, weakref.ref(self), position))
         if self.windows == 0:
             self.window.check()
+        if self._hung or not OWN_ATTRIBUTES.issuperset(chain.from_iterable(map(vars, self.params))):
+            self._hung = True
+            any(map(FullParameter.take_attributes, slot.fulls, self.params))
         self.window.show(shown)
         self.follow(slot, forward)
         for module in self.recurrent:
