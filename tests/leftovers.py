@@ -23,10 +23,12 @@ def mapped_regions() -> int:
 
 
 def with_leftovers(function: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, int]]:
-    """What a call returns, and what there is after it."""
+    """What a call returns, and how much more there is after it; other tests' models may live in this process."""
+    gc.collect()
+    before = leftovers()
     result = function(*args)
     gc.collect()
-    return result, leftovers()
+    return result, {name: count - before[name] for name, count in leftovers().items()}
 
 
 def leftovers() -> dict[str, int]:

@@ -26,7 +26,7 @@ def test_random_jobs_equal_one_process(world: int) -> None:
     for outcomes, left in run_ranks(world, with_leftovers, play_all, seeds, timeout=120):
         for outcome in outcomes:
             assert outcome.is_right, f"{outcome.worst:.2e} in {outcome.where}: {outcome.case}"
-        assert not any(left.values()), left
+        assert max(left.values()) <= 0, left
 
 
 def test_the_set_has_some_of_everything() -> None:

@@ -16,7 +16,7 @@ def test_random_pairs_equal_one_process(world: int) -> None:
     for rows, left in run_ranks(world, with_leftovers, play_all, SEEDS[world], timeout=120):
         for seed, (worst, where) in zip(SEEDS[world], rows, strict=True):
             assert worst <= TOLERANCE, f"seed {seed}: {worst:.2e} in {where}"
-        assert not any(left.values()), left
+        assert max(left.values()) <= 0, left
 
 
 def test_the_set_has_every_way() -> None:

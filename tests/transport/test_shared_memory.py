@@ -39,7 +39,7 @@ def make_and_drop() -> tuple[int, int, int]:
 
 def test_a_dropped_model_frees_its_memory() -> None:
     for before, during, after in run_ranks(2, make_and_drop):
-        assert before == after == 0 and during > 0
+        assert before == after < during  # another test's model may live in these processes
 
 
 # ---- where it cannot be --------------------------------------------------------------------------------------------
