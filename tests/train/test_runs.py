@@ -296,7 +296,7 @@ def test_a_log_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_text_shorter_than_a_sequence(tmp_path: Path) -> None:
     text = write_text(tmp_path, lines=1)
     config = small(text, tmp_path / "run")
-    expect_error(2, train, 2, config, error="UsageError", contains=("sums.txt", "one sequence of 16", "--length"))
+    expect_error(2, train, 2, config, error="UsageError", contains=("sums.txt", "one sequence of 16", "give more text"))
     assert not (tmp_path / "run").exists()
 
 
