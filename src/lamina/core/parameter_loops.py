@@ -23,9 +23,9 @@ from lamina.core.shard_tensor import Shard
 
 _requires_grad_of = vars(torch._C.TensorBase)["requires_grad"].__get__  # past the property of Shards
 _grad_of = attrgetter("grad")
-_grad: Any = repeat("grad")
 _NONE = frozenset([type(None)])
 _none = repeat(None)
+_set_gradient: Any = vars(torch._C.TensorBase)["grad"].__set__  # past `__setattr__` of classes that have one
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor | None]:
@@ -35,12 +35,12 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor | None]:
 
 def bind_gradients(params: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
     """Make each one's `.grad` what stands at its place. See Note [As plain]."""
-    any(map(setattr, params, _grad, gradients))
+    any(map(_set_gradient, params, gradients))
 
 
 def clear_gradients(params: Iterable[Tensor]) -> None:
     """Make each one's `.grad` None. See Note [As plain]."""
-    any(map(setattr, params, _grad, _none))
+    any(map(_set_gradient, params, _none))
 
 
 def any_there(values: Iterable[object]) -> bool:

@@ -20,7 +20,6 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -225,7 +224,9 @@ class Unit:
                 slot.retire()
 
     def count_change(self) -> None:
-        """A root forward begins: it reads other weights than the last one if they were changed since."""
+        """A root forward begins: it reads other weights and attributes than the last one if they were changed since."""
+        if not self._hung:
+            self._hung = not all(map(OWN_ATTRIBUTES.issuperset, map(vars, self.params)))
         if self.dirty.value:
             self.version += 1
             for slot in self.slots:
@@ -243,8 +244,7 @@ class Unit:
                 full.belong_to(functools.partial(_parameter_of, weakref.ref(self), position))
         if self.windows == 0:
             self.window.check()
-        if self._hung or not OWN_ATTRIBUTES.issuperset(chain.from_iterable(map(vars, self.params))):
-            self._hung = True
+        if self._hung:
             any(map(FullParameter.take_attributes, slot.fulls, self.params))
         self.window.show(shown)
         self.follow(slot, forward)
