@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,7 @@ def by(strategy: Any = "zero3", **arguments: Any) -> Callable[[Net], Net]:
     return lambda net: lamina.shard(net, strategy, **{"units": UNIT_NAMES, **arguments})
 
 
+REPORT_S = 2.0  # the watch's thread has the control in its hands while it writes a report
 UNIT_NAMES = ["table", "blocks.*", "memory", "head"]
 WAYS: dict[str, Callable[[Net], Net]] = {
     "zero3 by collectives": by(transport="c10d"),
@@ -179,7 +181,9 @@ def stay(way: str, keep: str) -> list[str]:
         left.clear()
         if keep == "circle":
             gc.collect()
-        found = [name for name, part in parts.items() if part() is not None]
+        deadline = time.monotonic() + REPORT_S
+        while (found := [name for name, part in parts.items() if part() is not None]) and time.monotonic() < deadline:
+            time.sleep(0.01)
         regions = mapped_regions()
         return found if regions == before else [*found, f"{regions - before} regions"]
     finally:
