@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class Settled(NamedTuple):
-    in_step: bool  # the default group still works and all ranks are at the same call
+    in_step: bool  # the default group still works, all ranks are at the same call and can make the same groups
     groups: int  # process groups alive in this rank
     calm: bool  # no model is alive on any rank
 
@@ -187,13 +187,13 @@ def _settle(calls: int) -> Settled:
 
     if not dist.is_initialized():
         return Settled(False, 0, False)
-    lives, stay = _a_model_is_alive(), _groups_stay()
-    mine = torch.tensor([calls, -calls, int(lives), int(stay)], dtype=torch.int64)
+    lives, stay, groups = _a_model_is_alive(), _groups_stay(), len(dist.distributed_c10d._world.pg_names)
+    mine = torch.tensor([calls, -calls, int(lives), int(stay), groups, -groups], dtype=torch.int64)
     try:
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     except RuntimeError:
         return Settled(False, 0, False)
-    in_step = mine[:2].tolist() == [calls, -calls]
+    in_step = mine[:2].tolist() == [calls, -calls] and (not mine[3] or mine[4:].tolist() == [groups, -groups])
     calm = in_step and not mine[2]
     are_over = calm and not mine[3]
     if are_over:
