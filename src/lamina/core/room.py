@@ -17,6 +17,11 @@ import torch
 SHARE = 0.5  # of the gradients
 
 
+def helps(recompute: str | int) -> bool:
+    """Whether activations of blocks last until the backward of these, by the choice of what is recomputed."""
+    return recompute not in ("full", 1)
+
+
 def room_bytes(gradients_bytes: Iterable[int]) -> int:
     """Size of the piece for gradients of these sizes."""
     return int(SHARE * sum(gradients_bytes))
@@ -24,5 +29,7 @@ def room_bytes(gradients_bytes: Iterable[int]) -> int:
 
 def make_room(gradients_bytes: Iterable[int], device: torch.device) -> None:
     """Let the allocator of a CUDA device hold a free piece for gradients of these sizes, if it has memory."""
+    if device.type != "cuda":
+        return
     with contextlib.suppress(torch.OutOfMemoryError):
         torch.empty(room_bytes(gradients_bytes), dtype=torch.uint8, device=device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lamina.core import room
 from lamina.core.strategy import Factors, Level, resolve
 from lamina.planner.machine import Machine
 from lamina.planner.measure_data import Measured
@@ -114,8 +115,7 @@ def forecast_memory(
     allocated = max(moment.total_bytes for moment in moments)
     reserved, used, beside = allocated, allocated, 0
     if on_gpu:
-        makes_room = choice.recompute != "full"
-        found = reserve(measured, state, factors, choice.accumulation, makes_room=makes_room)
+        found = reserve(measured, state, factors, choice.accumulation, makes_room=room.helps(choice.recompute))
         assert found is not None, "only a device with a limit is ever full"
         allocated, reserved = found.allocated_bytes, found.reserved_bytes
         beside, groups = state.shared, communicators(factors, state.is_one_sided)

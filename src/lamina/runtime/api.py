@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from lamina.core import room
 from lamina.core.control import Control
 from lamina.core.mesh import DataMesh, build_mesh, find_data_ranks, resolve_on
-from lamina.core.room import make_room
 from lamina.core.shard_tensor import register
 from lamina.core.strategy import Strategy
 from lamina.core.terminal import note_with
@@ -137,9 +137,9 @@ def shard(
     move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
     engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen, peers)
-    engine.gradients.wants_room = recompute != "full"
-    if native and device.type == "cuda" and recompute != "full":
-        make_room([sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
+    engine.gradients.wants_room = room.helps(recompute)
+    if native and room.helps(recompute):
+        room.make_room([sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
     _wrap_forwards(model, built, chosen, recompute, compile)
     hooks = weakref.WeakValueDictionary() if native else register_hooks(model, built, engine, chosen)
     for name in entry_points if hooks else ():
