@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from operator import is_
 
 import pytest
 import torch
@@ -76,3 +79,20 @@ def test_writes_over_kept_products_change_nothing(kind: str) -> None:
     make = {**RECURRENT, **WRITES}[kind]
     for wanted, found in zip(gradients(make, "none"), gradients(make, "selective"), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", 2])
+def test_copies_and_pickles_run_again_what_is_their_own(recompute: str | int) -> None:
+    """Of one process, whose model is torch's own but for this."""
+    torch.manual_seed(0)
+    model = lamina.shard(
+        nn.Sequential(*[Block(nn.Linear(WIDTH, WIDTH), nn.Module.__call__) for _ in range(2)]), recompute=recompute
+    )
+    data = torch.randn(3, WIDTH)
+    model(data).square().sum().backward()
+    wanted = [param.grad for param in model.parameters()]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.zero_grad()
+        other(data).square().sum().backward()
+        assert all(map(torch.equal, [param.grad for param in other.parameters()], wanted))
+        assert not any(map(is_, other.parameters(), model.parameters()))

@@ -7,7 +7,6 @@ the weights that backward needs anyway are there when the forward runs again.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -60,10 +59,13 @@ class RecomputedForward:
         self.module, self.selective = weakref.ref(module), selective
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")  # None: the class's own forward runs
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecomputedForward:
-        made = copy.copy(self)
-        made.module, made.replaced = weakref.ref(memo[id(self.module())]), copy.deepcopy(self.replaced, memo)
-        return made
+    def __getstate__(self) -> tuple[Any, ...]:
+        """For copies and pickles of the module."""
+        return self.module(), self.selective, self.replaced
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        module, self.selective, self.replaced = state
+        self.module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # torch's checkpoint cannot be mapped
