@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 SIZES = {  # dim, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (256, 4, 4, 2, 512, 512),
     "1b": (2048, 24, 16, 8, 5632, 32768),
+    "deep": (1600, 48, 25, 25, 4288, 50304),  # blocks of 31 M, as GPT-2 XL's
     "3b": (3072, 28, 24, 8, 8192, 32768),
     "8b": (4096, 32, 32, 8, 14336, 128256),
     "experts": (1000, 4, 5, 1, 1429, 32768),

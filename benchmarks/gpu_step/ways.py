@@ -171,21 +171,22 @@ def graphed(step: Callable[..., Tensor], rate: Tensor) -> Step:
     return call
 
 
-def fsdp2(job: Job, reduce: torch.dtype, compiles: bool = False) -> Step:
-    """One unit a block, one block prefetched in both directions, micro-batches reduced once."""
+def fsdp2(job: Job, reduce: torch.dtype, compiles: bool = False, blocks_a_unit: int = 1) -> Step:
+    """One unit a block or some blocks, one unit prefetched in both directions, micro-batches reduced once."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = job.model()
     for block in model.blocks if compiles else ():
         block.compile()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    root = fully_shard(model, mp_policy=policy)
     blocks: list[Any] = list(model.blocks)
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+    units = [blocks[at : at + blocks_a_unit] for at in range(0, len(blocks), blocks_a_unit)]
+    for unit in units:
+        fully_shard(unit if len(unit) > 1 else unit[0], mp_policy=policy)
+    root = fully_shard(model, mp_policy=policy)
+    for unit, following in pairwise(units):
+        unit[-1].set_modules_to_forward_prefetch([following[0]])
+        following[0].set_modules_to_backward_prefetch([unit[-1]])
 
     def reduced(is_last: bool) -> AbstractContextManager[None]:
         root.set_requires_gradient_sync(is_last)
@@ -277,12 +278,15 @@ def lamina_way(
     captures: bool = False,
     compiles: bool = False,
     halves: bool = False,
+    blocks_a_unit: int = 1,
 ) -> Step:
     import lamina
 
-    model: nn.Module = lamina.shard(
-        job.model() if not job.recomputes else Job(job.size).model(),
+    model: nn.Module = job.model() if not job.recomputes else Job(job.size).model()
+    model = lamina.shard(
+        model,
         strategy,
+        units="auto" if blocks_a_unit == 1 else joined_units(model, blocks_a_unit),
         precision=lamina.Precision(compute=torch.bfloat16, keep=(), halves=halves),
         transport=transport,
         compile=compiles,
@@ -306,6 +310,12 @@ def lamina_way(
         return loss.clone() if captures else loss
 
     return step
+
+
+def joined_units(model: nn.Module, blocks_a_unit: int) -> list[str | list[str]]:
+    """The units that "auto" finds, but for blocks, of which some in a row share one."""
+    blocks = [f"blocks.{number}" for number in range(len(model.blocks))]  # type: ignore[arg-type]
+    return ["emb", "head", *(blocks[at : at + blocks_a_unit] for at in range(0, len(blocks), blocks_a_unit))]
 
 
 def lamina_registered(
@@ -366,6 +376,7 @@ BUILDERS: dict[str, Callable[[Job], Step]] = {
     "bound": bound,
     "reference": reference,
     "fsdp2-fp32": lambda job: fsdp2(job, torch.float32),
+    "fsdp2-pairs": lambda job: fsdp2(job, torch.float32, blocks_a_unit=2),
     "fsdp2-bf16": lambda job: fsdp2(job, torch.bfloat16),
     "fsdp1": fsdp1,
     "ddp": ddp,
@@ -375,6 +386,9 @@ BUILDERS: dict[str, Callable[[Job], Step]] = {
     "lamina-symmetric": partial(lamina_registered, is_symmetric=True),
     "lamina-symmetric-4": partial(lamina_registered, is_symmetric=True, most_blocks=4),
     "lamina-without-blocks": partial(lamina_registered, is_symmetric=True, without_blocks=True),
+    "lamina-pairs": partial(lamina_way, blocks_a_unit=2),
+    "lamina-peer-pairs": partial(lamina_way, transport="peer", blocks_a_unit=2),
+    "lamina-peer-fours": partial(lamina_way, transport="peer", blocks_a_unit=4),
     "lamina-auto": lambda job: lamina_way(job, transport="auto"),
     "lamina-peer": lambda job: lamina_way(job, transport="peer"),
     "lamina-peer-halves": lambda job: lamina_way(job, transport="peer", halves=True),
