@@ -2,14 +2,12 @@
 
 python benchmarks/plan_memory/compare.py                                 # results/*.json, and lamina's rows of gpu_step
 python benchmarks/plan_memory/compare.py benchmarks/plan_memory/results/NAME.json
-python benchmarks/plan_memory/compare.py --room > benchmarks/plan_memory/predictions_room.md      # of today's runtime
 
 The jobs of gpu_step build their model on the device before they shard it, and have a communicator of their own, whose
 size is what the unsharded loop of the same run, or of the core run on that machine, takes beside its context. Rows of
 gradients that kept their memory, and captured steps, are other programs: left out.
 
-All rows are of runtimes that made no room for gradients (src/lamina/core/room.py). `--room` forecasts the later ones of
-gpu_step for a runtime that does, beside what the one before it took.
+Rows of runtimes that made no room for gradients (src/lamina/core/room.py) are forecast without.
 """
 
 from __future__ import annotations
@@ -39,7 +37,11 @@ from lamina.planner.workload import Choice
 GIB = 1 << 30
 HERE = Path(__file__).parent
 BEFORE = ("nccl_1b_2xH100_second", "peer_1b_2xH200", "peer_1b_2048_2xH200")  # runtimes that did not give back
-TODAY = ("core_1b_2xH200", "strategies_1b_2xH200", "eager_1b_2048_2xH200", "recompute_3b_2xH200", "recompute_8b_2xH200")
+WITHOUT_ROOM = (
+    *(f"before_room_{name}_2xH200" for name in ("1b", "strategies_1b", "1b_2048")),
+    *(f"recompute_{size}_2xH200" for size in ("3b", "8b")),  # nor would a later runtime make any
+)
+TODAY = tuple(f"{name}_2xH200" for name in ("core_1b", "strategies_1b", "eager_1b_2048", "deep", "deep_2048"))
 WAYS = {  # of gpu_step, as strategy and transport
     "lamina": ("zero3", "c10d"),
     "lamina-peer": ("zero3", "peer"),
@@ -59,6 +61,7 @@ class Found(NamedTuple):
     transport: str = "c10d"
     given: bool = False  # the model lay on the device
     gives_back: bool = False  # the runtime gives that memory back
+    makes_room: bool = False
     own_bytes: int = 0  # of a communicator of the job's
 
 
@@ -77,33 +80,35 @@ def own_rows(path: Path) -> Iterator[Found]:
 
 def gpu_step_rows() -> Iterator[Found]:
     loop: dict[str, float] = {}
-    for name in (*BEFORE, *TODAY):
+    for name in (*BEFORE, *WITHOUT_ROOM, *TODAY):
         data = json.loads((HERE.parent / "gpu_step" / "results" / f"{name}.json").read_text())
         by_way = {entry["way"]: entry for entry in data["rows"]}
         machine, loop = machine_of(data["card"]), by_way.get("reference", loop)
         own_bytes = int((loop["used_gib"] - loop["reserved_gib"]) * GIB - machine.fixed_bytes)
-        tokens, size = re.search(r"--tokens (\d+)", data["command"]), re.search(r"_(\db)_", name)
+        tokens, size = re.search(r"--tokens (\d+)", data["command"]), re.search(r"(\db|deep)_", name)
         assert size is not None
         recompute = "full" if "--recompute" in data["command"] else "none"
         for way, (strategy, transport) in WAYS.items():
             if way in by_way and not (name in BEFORE and transport == "peer"):
                 row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
                 sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
-                yield Found(row, 2, machine, *sizes, transport, True, name in TODAY, own_bytes)
+                gives_back, makes_room = name not in BEFORE, name in TODAY
+                yield Found(row, 2, machine, *sizes, transport, True, gives_back, makes_room, own_bytes)
 
 
 def machine_of(card: str) -> Machine:
     return load_machine("h200" if "H200" in card else "h100")
 
 
-def line(found: Found, makes_room: bool = False) -> str:
+def line(found: Found) -> str:
     row = found.row
     model = measured(row.size, row.tokens, row.recompute)
     choice = Choice(row.strategy, found.gpus, recompute=row.recompute, wire=wire_of(row), transport=found.transport)
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     factors = resolve(row.strategy, found.gpus)
-    run = reserve(model, forecast.state, factors, given=found.given, gives_back=found.gives_back, makes_room=makes_room)
+    lay = {"given": found.given, "gives_back": found.gives_back, "makes_room": found.makes_room}
+    run = reserve(model, forecast.state, factors, **lay)
     assert run is not None
     pairs = (
         (run.allocated_bytes, found.allocated),
@@ -119,21 +124,15 @@ def line(found: Found, makes_room: bool = False) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path, nargs="*")
-    parser.add_argument("--room", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.room:
-        print(
-            "Forecast with room for gradients / measured before it was made, GiB. Written before the former was run.\n"
-        )
     print("| where | model | tokens a GPU | strategy | recompute | wire | allocated | reserved | used |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for path in [] if options.room else options.results or sorted((HERE / "results").glob("*.json")):
+    for path in options.results or sorted((HERE / "results").glob("*.json")):
         for found in own_rows(path):
             print(line(found))
     for found in [] if options.results else gpu_step_rows():
-        if found.gives_back or not options.room:
-            print(line(found, options.room and found.row.recompute != "full"), flush=True)
+        print(line(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What torch's allocator reserves with and without room for gradients (src/lamina/core/room.py): forecasts, no GPU.
 
 Of runs that do not recompute everything, for which room is made, and models that are made unit by unit; those that were
-built on the device: compare.py --room.
+built on the device: compare.py.
 
 python benchmarks/plan_memory/room.py > benchmarks/plan_memory/results/room.md             # some minutes
 """

@@ -165,7 +165,7 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
         command = data["command"]
         found = re.search(r"--tokens (\d+)", command)
         tokens = int(found[1]) if found else 8192
-        size, gpus = re.search(r"(1b|3b|8b|experts)_", path.name), re.search(r"_(\d)x", path.name)
+        size, gpus = re.search(r"(1b|3b|8b|deep|experts)_", path.name), re.search(r"_(\d)x", path.name)
         assert size is not None and gpus is not None, f"{path.name}: no size or number of GPUs that is known"
         micro_batches = re.search(r"--micro-batches (\d+)", command)
         recompute = "full" if "--recompute" in command else "none"
