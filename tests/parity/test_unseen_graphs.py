@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import lamina
 from harness import run_ranks
+from parity.leaving import BLOCKS, batch, left, net
 from parity.reference import TOLERANCE, gradient_deviation
-from parity.test_past_outputs import BLOCKS, batch, left, net
 
 GATHERED: tuple[dict[str, Any], ...] = (
     {"slots": 2 * BLOCKS},
