@@ -329,18 +329,13 @@ def lamina_registered(
     from lamina.core import groups
     from lamina.runtime import api
 
-    make, options, place = groups.GroupMaker._group, groups._nccl_options, api.place_slots
-    lanes: list[str] = []
+    options, place = groups.nccl_options, api.place_slots
 
-    def noting_lane(maker: Any, ranks: Any, lane: str, *more: Any) -> Any:
-        lanes.append(lane)
-        return make(maker, ranks, lane, *more)
-
-    def by_lane() -> Any:
-        made = options()
-        if lanes[-1] == "gather" and most_blocks is not None:
+    def by_lane(lane: str) -> Any:
+        made = options(lane)
+        if lane == "gather" and most_blocks is not None:
             made.config.max_ctas = most_blocks
-        if lanes[-1] == "gather" and without_blocks:
+        if lane == "gather" and without_blocks:
             made.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
         return made
 
@@ -356,8 +351,7 @@ def lamina_registered(
         return arena
 
     with (
-        patch.object(groups.GroupMaker, "_group", noting_lane),
-        patch.object(groups, "_nccl_options", by_lane),
+        patch.object(groups, "nccl_options", by_lane),
         patch.object(api, "place_slots", in_registered_memory),
     ):
         return lamina_way(job)

@@ -7,7 +7,8 @@ The jobs of gpu_step build their model on the device before they shard it, and h
 size is what the unsharded loop of the same run, or of the core run on that machine, takes beside its context. Rows of
 gradients that kept their memory, and captured steps, are other programs: left out.
 
-Rows of runtimes that made no room for gradients (src/lamina/core/room.py) are forecast without.
+Rows of runtimes that made no room for gradients (src/lamina/core/room.py) are forecast without, and those of runtimes
+that summed norms over a communicator of 16 blocks with what such a one took, be it that of the reductions.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from predict import measured
 from rows import Row, wire_of
 
-from lamina.core.strategy import resolve
+from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine, load_machine
-from lamina.planner.memory import forecast_memory
+from lamina.planner.memory import NCCL_BYTES, communicators, forecast_memory, nccl_bytes
 from lamina.planner.reserved import reserve
 from lamina.planner.workload import Choice
 
@@ -41,7 +42,9 @@ WITHOUT_ROOM = (
     *(f"before_room_{name}_2xH200" for name in ("1b", "strategies_1b", "1b_2048")),
     *(f"recompute_{size}_2xH200" for size in ("3b", "8b")),  # nor would a later runtime make any
 )
-TODAY = tuple(f"{name}_2xH200" for name in ("core_1b", "strategies_1b", "eager_1b_2048", "deep", "deep_2048"))
+BIG_SUMS = tuple(f"{name}_2xH200" for name in ("core_1b", "strategies_1b", "eager_1b_2048", "deep", "deep_2048"))
+TODAY = ("sums_1b_2xH200",)
+SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
 WAYS = {  # of gpu_step, as strategy and transport
     "lamina": ("zero3", "c10d"),
     "lamina-peer": ("zero3", "peer"),
@@ -62,6 +65,7 @@ class Found(NamedTuple):
     given: bool = False  # the model lay on the device
     gives_back: bool = False  # the runtime gives that memory back
     makes_room: bool = False
+    is_todays: bool = False
     own_bytes: int = 0  # of a communicator of the job's
 
 
@@ -80,11 +84,11 @@ def own_rows(path: Path) -> Iterator[Found]:
 
 def gpu_step_rows() -> Iterator[Found]:
     loop: dict[str, float] = {}
-    for name in (*BEFORE, *WITHOUT_ROOM, *TODAY):
+    for name in (*BEFORE, *WITHOUT_ROOM, *BIG_SUMS, *TODAY):
         data = json.loads((HERE.parent / "gpu_step" / "results" / f"{name}.json").read_text())
         by_way = {entry["way"]: entry for entry in data["rows"]}
         machine, loop = machine_of(data["card"]), by_way.get("reference", loop)
-        own_bytes = int((loop["used_gib"] - loop["reserved_gib"]) * GIB - machine.fixed_bytes)
+        own_bytes = int((loop["used_gib"] - loop["reserved_gib"]) * GIB - machine.fixed_bytes - NCCL_BYTES)
         tokens, size = re.search(r"--tokens (\d+)", data["command"]), re.search(r"(\db|deep)_", name)
         assert size is not None
         recompute = "full" if "--recompute" in data["command"] else "none"
@@ -92,12 +96,20 @@ def gpu_step_rows() -> Iterator[Found]:
             if way in by_way and not (name in BEFORE and transport == "peer"):
                 row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
                 sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
-                gives_back, makes_room = name not in BEFORE, name in TODAY
-                yield Found(row, 2, machine, *sizes, transport, True, gives_back, makes_room, own_bytes)
+                is_todays = name in TODAY
+                lay = name not in BEFORE, is_todays or name in BIG_SUMS, is_todays
+                yield Found(row, 2, machine, *sizes, transport, True, *lay, own_bytes)
 
 
 def machine_of(card: str) -> Machine:
     return load_machine("h200" if "H200" in card else "h100")
+
+
+def more_bytes(factors: Factors, peers: bool, machine: Machine) -> int:
+    """That communicators of runtimes took whose sums were big."""
+    then = max(communicators(factors, peers), int(factors.optimizer > 1)) * SUMMING_BYTES
+    once_bytes = NCCL_BYTES if then else 0
+    return int(once_bytes + then - nccl_bytes(factors, peers, machine))
 
 
 def line(found: Found) -> str:
@@ -107,6 +119,8 @@ def line(found: Found) -> str:
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     factors = resolve(row.strategy, found.gpus)
+    if not found.is_todays:
+        beside_bytes += more_bytes(factors, forecast.state.is_one_sided, found.machine)
     lay = {"given": found.given, "gives_back": found.gives_back, "makes_room": found.makes_room}
     run = reserve(model, forecast.state, factors, **lay)
     assert run is not None

@@ -17,7 +17,9 @@ from lamina.core.strategy import Factors
 def mesh_of(factors: Factors, rank: int) -> DataMesh:
     one = Group(None, 1, 0)
     ranks = tuple(range(factors.world))
-    return DataMesh(factors, rank, ranks, torch.device("cpu"), (one,) * 3, (one,) * 3, one, one, None, None, None)
+    return DataMesh(
+        factors, rank, ranks, torch.device("cpu"), (one,) * 3, (one,) * 3, one, one, one, None, None, None, None
+    )
 
 
 @st.composite

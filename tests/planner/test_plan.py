@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lamina
 from lamina import cli
 from lamina.errors import UsageError
+from lamina.planner import memory
 from lamina.planner.choose import CLOSE, choose
 from lamina.planner.machine import load_machine
 from lamina.planner.measure import measure
@@ -41,10 +42,18 @@ def measures() -> dict[str | int, Measured]:
     return {r: measure(meta_gpt(1024), 8, 512, precision="bf16", recompute=r) for r in ("none", "selective", "full")}
 
 
+@pytest.fixture(autouse=True)
+def nccl_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communicators, dearer than these small models, would turn the order of the strategies around: see ROOMY, too."""
+    monkeypatch.setattr(memory, "NCCL_BYTES", 0)
+    monkeypatch.setattr(memory, "SUMS_COMMUNICATOR_BYTES", 0)
+
+
+ROOMY = dataclasses.replace(load_machine("h100"), communicator_bytes=0.0)
+
+
 def decide(measures: dict[str | int, Measured], gpus: int, budget_bytes: int | None = None):
-    """Communicators, dearer than this small model, would turn the order of the strategies around."""
-    machine = dataclasses.replace(load_machine("h100"), communicator_bytes=0.0)
-    return choose(measures.__getitem__, gpus, machine, Choice(), budget_bytes)
+    return choose(measures.__getitem__, gpus, ROOMY, Choice(), budget_bytes)
 
 
 def test_the_simplest_that_fits_is_taken(measures: dict[str | int, Measured]) -> None:
@@ -202,9 +211,6 @@ def test_one_strategy_alone() -> None:
     forecast = lamina.plan(meta_gpt(64, 2), 4, batch=1, seq=8, strategy="zero2", recompute="full", budget=1)
     assert forecast.arguments == {"strategy": "zero2", "recompute": "full", "slots": 3}
     assert not forecast.taken.fits
-
-
-ROOMY = dataclasses.replace(load_machine("h100"), communicator_bytes=0.0)
 
 
 def test_halved_masters_are_tried_where_what_peers_read_does_not_fit() -> None:

@@ -13,7 +13,7 @@ from lamina.planner.caching_allocator import MIB
 from lamina.planner.machine import load_machine
 from lamina.planner.measure import measure
 from lamina.planner.measure_data import Event, Happens, Measured
-from lamina.planner.memory import communicators, forecast_memory
+from lamina.planner.memory import NCCL_BYTES, SUMS_COMMUNICATOR_BYTES, communicators, forecast_memory
 from lamina.planner.meta_run import LiveBytes
 from lamina.planner.reserved import Reserved, reserve
 from lamina.planner.state import state_of
@@ -113,4 +113,6 @@ def test_communicators_are_counted_and_paid_for(measured: Measured, strategy: st
     choice = Choice(strategy, world, shard_size=4 if strategy == "hsdp" else None)
     forecast = forecast_memory(measured, choice, machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
-    assert beside_bytes == int(machine.fixed_bytes + count * machine.communicator_bytes)
+    sums_bytes = 0 if strategy == "ddp" else SUMS_COMMUNICATOR_BYTES
+    nccl_bytes = NCCL_BYTES + sums_bytes if world > 1 else 0
+    assert beside_bytes == int(machine.fixed_bytes + nccl_bytes + count * machine.communicator_bytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from lamina.core.strategy import Level
 from lamina.core.watch_evidence import OUR_GROUPS
 from lamina.errors import TransportError, UsageError
 
-# NCCL's own choice of channels takes more device memory for each communicator (0.3 GiB on two H200) and is not faster.
-NCCL_MAX_BLOCKS = 16
+# NCCL's own choice of channels takes more device memory for each communicator (0.3 GiB on two H200) and is not faster;
+# a communicator of a few numbers has one.
+NCCL_MAX_BLOCKS, NCCL_MAX_BLOCKS_OF_SUMS = 16, 1
 
 
 @contextlib.contextmanager
@@ -47,9 +48,9 @@ def naming_the_network() -> Iterator[None]:
         ) from error
 
 
-def _nccl_options() -> Any:
+def nccl_options(lane: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = NCCL_MAX_BLOCKS
+    options.config.max_ctas = NCCL_MAX_BLOCKS_OF_SUMS if lane == "sums" else NCCL_MAX_BLOCKS
     return options
 
 
@@ -64,6 +65,19 @@ class Group:
     @property
     def is_trivial(self) -> bool:
         return self.size == 1
+
+
+@contextlib.contextmanager
+def group_for_a_while(like: Group, lane: str) -> Iterator[Group]:
+    """A group of the same ranks whose communicator goes when the block ends. Collective over them."""
+    assert like.pg is not None
+    ranks, backend = dist.get_process_group_ranks(like.pg), dist.get_backend(like.pg)
+    options = nccl_options(lane) if backend == "nccl" else None
+    made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, pg_options=options)
+    try:
+        yield replace(like, pg=made)
+    finally:
+        dist.destroy_process_group(made)
 
 
 class GroupMaker:
@@ -84,18 +98,19 @@ class GroupMaker:
                 found = group if members == mine else found
         return Group(found, level.size, level.place(self.me))
 
-    def everyone(self) -> dist.ProcessGroup | None:
+    def everyone(self, lane: str) -> dist.ProcessGroup | None:
         """All data ranks, for sums: their order does not matter."""
         if len(self.ranks) == 1:
             return None
-        return self._group(sorted(self.ranks), self.sums, self.backend)
+        return self._group(sorted(self.ranks), lane, self.backend)
 
     @property
-    def sums(self) -> str:
-        """The lane of sums that the user's calls ask for (norms, tokens): some ranks may ask and others not.
+    def wholes(self) -> str:
+        """The lane of whole Shards that the user's calls gather: some ranks may ask and others not.
 
-        On Gloo a lane of its own: beside reductions they would pair with one of another size, and the process is ended,
-        or both ranks wait with nothing to prove. A further communicator of NCCL costs device memory.
+        On Gloo that of sums (norms, tokens), of which the same is true: beside reductions they would pair with one of
+        another size, and the process is ended, or both ranks wait with nothing to prove. A further communicator of NCCL
+        that is made for more than a few numbers costs device memory.
         """
         return "reduce" if self.backend == "nccl" else "sums"
 
@@ -122,7 +137,7 @@ class GroupMaker:
                     timeout=timeout,
                     backend=backend,
                     use_local_synchronization=not self.whole_world,
-                    pg_options=_nccl_options() if backend == "nccl" else None,
+                    pg_options=nccl_options(lane) if backend == "nccl" else None,
                 )
             if isinstance(made, dist.ProcessGroup):  # this rank is a member
                 OUR_GROUPS.add(str(made.group_name))

@@ -41,8 +41,10 @@ class DataMesh:
     gather: tuple[Group, ...]  # one a level: parameters, gradients, optimizer
     reduce: tuple[Group, ...]
     replicas: Group  # copies of this rank's optimizer range
-    shard_group: Group  # all ranges of one copy, for the operations on `Shard`s
+    shard_group: Group  # all ranges of one copy, for whole `Shard`s
+    shard_sums: Group  # the same, for a few numbers
     everyone: dist.ProcessGroup | None  # all data ranks, on the device
+    sums: dist.ProcessGroup | None  # the same, for a few numbers
     control: dist.ProcessGroup | None  # all data ranks, on the host
     flags: dist.ProcessGroup | None  # the same, for what is sent without being waited for
     share: Share = field(default_factory=lambda: Share(None, 1))  # of this rank in means over the data ranks
@@ -114,7 +116,7 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device, control:
     ranks, me = data.ranks, data.rank
     if data.lease is None:
         one = Group(None, 1, 0)
-        return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, None, None, None)
+        return DataMesh(factors, 0, ranks, device, (one,) * 3, (one,) * 3, one, one, one, None, None, None, None)
     whole_world = len(ranks) == dist.get_world_size()
     if not data.is_new:
         data.lease.groups.forget_uneven(control.exchange_text(data.lease.groups.counts()))
@@ -122,11 +124,25 @@ def build_mesh(factors: Factors, data: DataRanks, device: torch.device, control:
     gather = tuple(maker.make(level, "gather") for level in factors.levels)
     reduce = tuple(maker.make(level, "reduce") for level in factors.levels)
     replicas = maker.make(factors.replicas, "reduce")
-    shard_group = maker.make(Level(factors.optimizer, 1), maker.sums)  # `place` is that in the group, not the range
-    everyone, flags = maker.everyone(), maker.on_host("flags")
-    share = Share(everyone, factors.world, lease=data.lease)
+    of_a_copy = Level(factors.optimizer, 1)  # `place` is that in the group, not the range
+    shard_group, shard_sums = maker.make(of_a_copy, maker.wholes), maker.make(of_a_copy, "sums")
+    everyone, sums, flags = maker.everyone(maker.wholes), maker.everyone("sums"), maker.on_host("flags")
+    share = Share(sums, factors.world, lease=data.lease)
     return DataMesh(
-        factors, me, ranks, device, gather, reduce, replicas, shard_group, everyone, data.control, flags, share
+        factors,
+        me,
+        ranks,
+        device,
+        gather,
+        reduce,
+        replicas,
+        shard_group,
+        shard_sums,
+        everyone,
+        sums,
+        data.control,
+        flags,
+        share,
     )
 
 

@@ -72,7 +72,7 @@ def gather_flat(local: Tensor, spec: ShardSpec) -> Tensor:
     if len(spec.ranges) == 1:
         return local.clone()
     refuse_in_fork()
-    group = spec.groups[0]
+    group = spec.groups[0] if spec.gathers is None else spec.gathers
     COUNTERS.gathers += 1
     whole = torch.empty(spec.numel, dtype=local.dtype, device=local.device)
     item_bytes = local.element_size()

@@ -96,13 +96,14 @@ class ShardSpec:
     shape: torch.Size  # of the full parameter
     ranges: tuple[tuple[int, int], ...]  # [start, stop) by group rank; disjoint, cover [0, numel), may be empty
     index: int  # this rank's place in `ranges`
-    group: ProcessGroup | None  # None: one rank holds everything, or the spec came out of a file
+    group: ProcessGroup | None  # of those ranks; None: one rank holds everything, or the spec came out of a file
     outer: tuple[ProcessGroup, ...] = ()  # groups over which further disjoint pieces lie
     global_spec: GlobalSpec | None = None
     dirty: DirtyFlag | None = None
     share: Share | None = None  # in means over the data ranks
     receive: Callable[[torch.Tensor], None] | None = None  # takes gradients that autograd brings the parameter itself
     notes: Notes | None = None
+    gathers: ProcessGroup | None = None  # the same ranks, for the whole parameter; None: `group`
     geometry: Geometry | None = field(default=None, repr=False, kw_only=True)  # None: made from the fields above
     start: int = field(init=False, repr=False)
     stop: int = field(init=False, repr=False)

@@ -88,7 +88,7 @@ class Measured:
     collectives: tuple[CollectivePoint, ...]
     interference: float
     fixed_bytes: int
-    communicator_bytes: int  # of one of a sharded model's
+    communicator_bytes: int  # of one of a sharded model's, that of a few numbers left out
     transports: dict[str, str] = field(default_factory=dict)  # name -> why it does not work, or ""
     kernel_us: float = 0.0
     clock: str = ""  # under which products and attention were timed

@@ -68,7 +68,7 @@ class Machine:
     gpus_per_node: int
     memory_bytes: float  # what a process can have of one device
     fixed_bytes: float  # gone before the first tensor: context, libraries
-    communicator_bytes: float  # that one of lamina's communicators takes of a device
+    communicator_bytes: float  # that one of lamina's communicators takes of a device, behind a process's first
     matrix_flops_per_s: float  # large 16-bit products
     matrix_fp32_flops_per_s: float
     attention_forward_flops_per_s: float  # long sequences; a causal mask halves the operations, not the rate

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lamina.core import room
-from lamina.core.strategy import Factors, Level, resolve
+from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine
 from lamina.planner.measure_data import Measured
 from lamina.planner.reserved import WORKSPACE_BYTES, reserve
@@ -25,6 +25,9 @@ from lamina.planner.workload import Choice
 
 GIB = 1 << 30
 MARGIN = 0.95  # of a device's memory that a plan may fill
+# Of a device, on 2 x H200: what NCCL takes with a process's first communicator beside the communicator, and what one of
+# a few numbers takes, which has one block (benchmarks/plan_memory/README.md).
+NCCL_BYTES, SUMS_COMMUNICATOR_BYTES = 286 << 20, 12 << 20
 
 
 @dataclass(frozen=True)
@@ -118,14 +121,24 @@ def forecast_memory(
         found = reserve(measured, state, factors, choice.accumulation, makes_room=room.helps(choice.recompute))
         assert found is not None, "only a device with a limit is ever full"
         allocated, reserved = found.allocated_bytes, found.reserved_bytes
-        beside, groups = state.shared, communicators(factors, state.is_one_sided)
-        used = reserved + beside + int(machine.fixed_bytes + groups * machine.communicator_bytes)
+        beside = state.shared
+        used = reserved + beside + int(machine.fixed_bytes + nccl_bytes(factors, state.is_one_sided, machine))
     device = int(machine.memory_bytes) if budget_bytes is None else budget_bytes
     return MemoryForecast(state, tuple(moments), allocated, reserved, used, device, beside)
 
 
+def nccl_bytes(factors: Factors, peers: bool, machine: Machine) -> float:
+    """Of a device, for the communicators that this rank uses; one of the job's own comes beside.
+
+    Of sums there is one, over the ranks that a norm is summed over.
+    """
+    count, sums = communicators(factors, peers), int(factors.optimizer > 1)
+    once_bytes = NCCL_BYTES if count + sums else 0
+    return once_bytes + count * machine.communicator_bytes + sums * SUMS_COMMUNICATOR_BYTES
+
+
 def communicators(factors: Factors, peers: bool = False) -> int:
-    """Of lamina's process groups on the device, those that this rank uses (core/mesh.py); the job's own come beside.
+    """Of lamina's process groups on the device, those of more than a few numbers that this rank uses (core/mesh.py).
 
     `peers`: what moves inside a gather group takes none.
     """
@@ -135,7 +148,6 @@ def communicators(factors: Factors, peers: bool = False) -> int:
         *(("gather", level) for level in levels),
         *(("reduce", level) for level in levels),
         ("reduce", factors.replicas),
-        ("reduce", Level(factors.optimizer, 1)),  # of the norm
     ):
         if level.size > 1:
             found.add((lane, level.members(0)))

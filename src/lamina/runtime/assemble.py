@@ -157,7 +157,13 @@ def replicate_mesh(mesh: DataMesh) -> DataMesh:
     everyone = replace(mesh.replicas, pg=mesh.everyone, size=mesh.world, place=mesh.rank)
     assert Level(mesh.world, 1).place(mesh.rank) == mesh.rank
     return replace(
-        mesh, factors=factors, gather=(trivial,) * 3, reduce=(trivial,) * 3, replicas=everyone, shard_group=trivial
+        mesh,
+        factors=factors,
+        gather=(trivial,) * 3,
+        reduce=(trivial,) * 3,
+        replicas=everyone,
+        shard_group=trivial,
+        shard_sums=trivial,
     )
 
 

@@ -105,10 +105,10 @@ def sum_over_ranks(values: Tensor, doing: str) -> Tensor:
     `doing`: what is said of a rank that waits in it.
     """
     values, runtime = values.clone(), _recent()
-    if runtime is not None and runtime.mesh.everyone is not None:
+    if runtime is not None and runtime.mesh.sums is not None:
         refuse_in_fork()
         values = values.to(runtime.device)
-        work = torch.distributed.all_reduce(values, group=runtime.mesh.everyone, async_op=True)
+        work = torch.distributed.all_reduce(values, group=runtime.mesh.sums, async_op=True)
         finish(work, values, doing)
     return values
 

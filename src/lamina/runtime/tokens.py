@@ -138,7 +138,7 @@ class Tokens:
         tokens, self._counted = self._counted, None
         if tokens is None:
             return
-        everyone = next((unit.mesh.everyone for unit in self.units), None)
+        everyone = next((unit.mesh.sums for unit in self.units), None)
         if everyone is not None:
             work = torch.distributed.all_reduce(tokens, group=everyone, async_op=True)
             finish(work, tokens, "sums tokens at the last micro-batch")

@@ -181,10 +181,11 @@ class Unit:
             if param.data_ptr() != local.data_ptr() or param.dtype is not local.dtype:  # empty ones have no address
                 give_memory(param, local.view(spec.shape))
             return
-        group = self.mesh.shard_group
+        group, gathers = self.mesh.shard_sums, self.mesh.shard_group.pg
         ranges = tuple(pieces[factors.range_index(rank)] for rank in range(factors.optimizer))
         outer, larger = further_axes(param)
-        made = ShardSpec(spec.name, torch.Size(spec.shape), ranges, group.place, group.pg, outer, larger)
+        shape = torch.Size(spec.shape)
+        made = ShardSpec(spec.name, shape, ranges, group.place, group.pg, outer, larger, gathers=gathers)
         convert_(param, local, self._owned(position, made))
 
     def _owned(self, position: int, spec: ShardSpec) -> ShardSpec:

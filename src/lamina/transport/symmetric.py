@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lamina.core.control import Control, name_ranks
-from lamina.core.groups import Group
+from lamina.core.groups import Group, group_for_a_while
 from lamina.core.layout import round_up
 from lamina.core.mesh import DataMesh
 from lamina.core.watch_evidence import BARRIERS, group_key, note_on_device
@@ -255,7 +255,9 @@ def _time_gathers(peers: SymmetricPeers, group: Group, device: torch.device) -> 
             place = (peers.place + step) % peers.size
             parts[place].copy_(peers.data(place)[:part_bytes])
 
-    return _median_ms(copy, peers), _median_ms(C10d(device).all_gather(group, whole, parts[peers.place]), peers)
+    with group_for_a_while(group, "gather") as nccl:
+        gather = C10d(device).all_gather(nccl, whole, parts[peers.place])
+        return _median_ms(copy, peers), _median_ms(gather, peers)
 
 
 def _median_ms(work: Callable[[], object], peers: SymmetricPeers) -> float:

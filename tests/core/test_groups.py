@@ -1,0 +1,103 @@
+"""Which groups carry what: few numbers apart from weights and gradients, where that costs no device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lamina
+from harness import run_ranks
+from lamina.core import groups
+from lamina.core.control import Control
+from lamina.core.groups import GroupMaker, group_for_a_while
+from lamina.core.mesh import build_mesh, find_data_ranks, resolve_on
+from lamina.runtime.assemble import RUNTIMES
+
+
+def lanes_on_gpus(strategy: str) -> dict[str, str]:
+    """For what NCCL's options of each group were made: Gloo stands for it."""
+    lane_of: dict[Any, str] = {}
+    new_group = dist.new_group
+
+    def noting(ranks: list[int], pg_options: str | None = None, backend: str | None = None, **more: Any) -> Any:
+        made = new_group(ranks, backend="gloo" if backend == "nccl" else backend, **more)
+        lane_of[made] = f"{backend} {pg_options}"
+        return made
+
+    ranks = find_data_ranks(None)
+    control = Control(ranks.control, ranks.rank, len(ranks.ranks), "lanes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "nccl_options", lambda lane: lane)
+        patch.setattr(dist, "new_group", noting)
+        mesh = build_mesh(resolve_on(strategy, ranks), ranks, torch.device("cuda"), control)
+    found = {
+        "gather": mesh.gather[0].pg,
+        "reduce": mesh.reduce[0].pg,
+        "replicas": mesh.replicas.pg,
+        "wholes": mesh.shard_group.pg,
+        "norms": mesh.shard_sums.pg,
+        "everyone": mesh.everyone,
+        "tokens": mesh.sums,
+        "means": mesh.share.group,
+        "flags": mesh.flags,
+    }
+    return {name: lane_of[pg] for name, pg in found.items() if pg is not None}
+
+
+def test_few_numbers_have_communicators_of_their_own() -> None:
+    both = {"everyone": "nccl reduce", "tokens": "nccl sums", "means": "nccl sums", "flags": "gloo None"}
+    split = {"gather": "nccl gather", "reduce": "nccl reduce", "wholes": "nccl reduce", "norms": "nccl sums"}
+    assert run_ranks(2, lanes_on_gpus, "zero3") == [both | split] * 2
+    assert run_ranks(2, lanes_on_gpus, "ddp") == [both | {"replicas": "nccl reduce"}] * 2
+
+
+def users_of_groups() -> list[str]:
+    """As on GPUs, whole Shards come on the lane of reductions."""
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupMaker, "wholes", "reduce")
+        model = lamina.shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), replicate=["1.bias"], transport="c10d")
+    mesh = RUNTIMES[model].mesh
+    names = {mesh.shard_sums.pg: "sums", mesh.shard_group.pg: "reduce", mesh.gather[0].pg: "gather"}
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for call in ("all_reduce", "all_gather"):
+
+            def noting(*args: Any, call: str = call, act: Any = getattr(dist, call), **more: Any) -> Any:
+                seen.append(f"{call} {names.get(more.get('group'))}")
+                return act(*args, **more)
+
+            patch.setattr(dist, call, noting)
+        model(torch.ones(3, 6)).sum().backward()
+        seen.append("backward")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        lamina.clip_grad_norm_(model, 1.0)
+        seen.append("norms")
+        model[0].weight.full()
+    return seen
+
+
+def test_norms_go_apart_and_whole_shards_with_reductions() -> None:
+    for seen in run_ranks(2, users_of_groups):
+        backward, rest = seen[: seen.index("backward")], seen[seen.index("backward") + 1 :]
+        norms, wholes = rest[: rest.index("norms")], rest[rest.index("norms") + 1 :]
+        assert backward == ["all_reduce reduce"], "of the replicated bias"
+        assert norms and set(norms) == {"all_reduce sums"}
+        assert wholes == ["all_gather reduce"]
+
+
+def gather_for_a_while() -> tuple[list[float], bool]:
+    like = RUNTIMES[lamina.shard(nn.Linear(4, 4), transport="c10d")].mesh.gather[0]
+    with group_for_a_while(like, "gather") as group:
+        parts = [torch.empty(1) for _ in range(group.size)]
+        dist.all_gather(parts, torch.tensor([float(group.place)]), group=group.pg)
+        known = group.pg in dist.distributed_c10d._world.pg_names and group.pg is not like.pg
+    return [float(part) for part in parts], known and group.pg not in dist.distributed_c10d._world.pg_names
+
+
+def test_a_group_for_a_while_is_gone_afterwards() -> None:
+    assert run_ranks(2, gather_for_a_while) == [([0.0, 1.0], True)] * 2
