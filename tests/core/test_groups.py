@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,6 +57,11 @@ def test_few_numbers_have_communicators_of_their_own() -> None:
     assert run_ranks(2, lanes_on_gpus, "ddp") == [both | {"replicas": "nccl reduce"}] * 2
 
 
+def note(seen: list[str], names: dict[Any, str], call: str, act: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    seen.append(f"{call} {names.get(more.get('group'))}")
+    return act(*args, **more)
+
+
 def users_of_groups() -> list[str]:
     """As on GPUs, whole Shards come on the lane of reductions."""
     torch.manual_seed(0)
@@ -66,12 +73,7 @@ def users_of_groups() -> list[str]:
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for call in ("all_reduce", "all_gather"):
-
-            def noting(*args: Any, call: str = call, act: Any = getattr(dist, call), **more: Any) -> Any:
-                seen.append(f"{call} {names.get(more.get('group'))}")
-                return act(*args, **more)
-
-            patch.setattr(dist, call, noting)
+            patch.setattr(dist, call, functools.partial(note, seen, names, call, getattr(dist, call)))
         model(torch.ones(3, 6)).sum().backward()
         seen.append("backward")
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
