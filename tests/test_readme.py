@@ -137,3 +137,13 @@ def test_every_public_name_has_a_section() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_figures_on_the_front_page_are_those_of_the_results() -> None:
+    picture = runpy.run_path(str(ROOT / "benchmarks" / "gpu_step" / "picture.py"))
+    rows = picture["rows_of"]("core_1b")
+    for way, text in (("lamina-peer", "{share:.3f} ("), ("lamina", "over NCCL alone {share:.3f} and {used:.1f}")):
+        share = picture["share"](rows[way], rows["bound"])
+        assert text.format(share=share, used=rows[way]["used_gib"]) in TEXT
+    for way, text in (("lamina-peer", "{ms:.1f} ms a step"), ("fsdp2-fp32", "FSDP2 takes {ms:.1f} ms")):
+        assert text.format(ms=rows[way]["ms"]) in TEXT
