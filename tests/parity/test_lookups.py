@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import lamina
 from harness import run_ranks
@@ -151,6 +152,70 @@ def test_an_embedding_is_gathered_for_its_backward_where_that_reads_it() -> None
     for found in run_ranks(2, train_all):
         assert max(worst for worst, _ in found.values()) <= TOLERANCE, found
         assert {name: gathers for name, (_, gathers) in found.items()} == {name: row[1] for name, row in MODELS.items()}
+
+
+def behind_a_hook_before(model: Words) -> list[RemovableHandle]:
+    """A hook before the forward takes the weight along, and one behind it multiplies by that in backward."""
+    taken: list[Tensor] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        taken[:] = [module.weight]
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> None:
+        _multiply_by(taken[0], output)
+
+    return [
+        model.embedding.register_forward_pre_hook(before),
+        model.embedding.register_forward_hook(after),
+    ]
+
+
+def behind_a_hook_on_all(model: Words) -> list[RemovableHandle]:
+    """torch calls hooks on all modules before those of one."""
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module is model.embedding:
+            _multiply_by(module.weight, output)
+
+    return [nn.modules.module.register_module_forward_hook(after)]
+
+
+def behind_the_forward(model: Words) -> list[RemovableHandle]:
+    """It comes when the weight has gone."""
+    return [model.embedding.register_forward_hook(lambda module, args, output: 2 * output)]
+
+
+def _multiply_by(weight: Tensor, output: Tensor) -> None:
+    output.grad_fn.register_hook(lambda inner, outer: (inner[0] * weight.detach().norm(),))
+
+
+# Hooks that come when the model is sharded already, each with the gathers of the embedding's unit in a step.
+LATE_HOOKS = {behind_a_hook_before: 2, behind_a_hook_on_all: 2, behind_the_forward: 1}
+
+
+def train_hooked_late(hang: Callable[[Words], list[RemovableHandle]], transport: str) -> tuple[float, int]:
+    recipe, plain_model = Recipe("sgd"), built("plain")
+    handles = hang(plain_model)
+    expected = one_process(plain_model, dist.get_world_size(), recipe, loss_of)
+    for handle in handles:
+        handle.remove()
+    lamina.debug(True)
+    model = lamina.shard(built("plain"), units=["embedding", "head", "blocks.*"], slots=1, transport=transport)
+    handles = hang(model)
+    worst = sharded(model, expected, recipe, loss_of)
+    for handle in handles:
+        handle.remove()
+    return worst, lamina.report(model).units[0].gathers // recipe.steps
+
+
+def train_all_hooked_late() -> list[tuple[float, int]]:
+    return [train_hooked_late(hang, transport) for hang in LATE_HOOKS for transport in ("c10d", "peer")]
+
+
+def test_an_embedding_whose_weight_a_late_hook_has_seen_is_gathered_for_its_backward() -> None:
+    for found in run_ranks(2, train_all_hooked_late):
+        assert max(worst for worst, _ in found) <= TOLERANCE, found
+        assert [gathers for _, gathers in found] == [n for n in LATE_HOOKS.values() for _ in range(2)]
 
 
 def scaled_late(model: nn.Module, step: int, rank: int, micro: int) -> Tensor:

@@ -5,8 +5,9 @@ needs the indices and the weight's shape. So the largest unit of many models nee
 
 Note [Lookups]
     1. Wrong must not happen, so a use is a lookup only where nothing else can be: the module runs torch's own
-       `nn.Embedding.forward`, autograd recorded that one operation on the gathered weight itself, and nobody has hung
-       a hook on the weight, on what came out, or on the module before ours. Anything else reads weights.
+       `nn.Embedding.forward`, autograd recorded that one operation on the gathered weight itself, nobody has hung a
+       hook on the weight or on what came out, and no hook of the module's has seen the weight: there is none before
+       the forward but ours, and none behind it before ours. Anything else reads weights.
     2. It is looked at anew in each forward. A use that reads weights although the program holds no gather for it is a
        use like any other that needs more than the program holds: it is gathered, late, as ranks agree.
     3. A lookup's backward opens no window: code that asks its module for the weight finds a `Shard`, which refuses to
@@ -21,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lamina.core.slots import Slot
+from lamina.runtime.escapes import HEARD_EVERYWHERE
 
 
 def is_lookup(module: nn.Module) -> bool:
@@ -38,7 +40,9 @@ def reads_weights(module: nn.Module, hook: object, slot: Slot, nodes: Sequence[A
     """
     if not is_lookup(module) or len(nodes) != 1 or nodes[0].name() != "EmbeddingBackward0":
         return True
-    if next(iter(module._forward_hooks.values())) != hook:
+    if next(iter(module._forward_hooks.values())) != hook or len(module._forward_pre_hooks) > 1:
+        return True
+    if any(HEARD_EVERYWHERE):
         return True
     weight: Any = getattr(nodes[0].next_functions[0][0], "variable", None)
     if all(weight is not full for full in slot.fulls):
