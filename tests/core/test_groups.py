@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
 from harness import run_ranks
@@ -92,14 +93,32 @@ def test_norms_go_apart_and_whole_shards_with_reductions() -> None:
         assert wholes == ["all_gather reduce"]
 
 
-def gather_for_a_while() -> tuple[list[float], bool]:
-    like = RUNTIMES[lamina.shard(nn.Linear(4, 4), transport="c10d")].mesh.gather[0]
-    with group_for_a_while(like, "gather") as group:
-        parts = [torch.empty(1) for _ in range(group.size)]
-        dist.all_gather(parts, torch.tensor([float(group.place)]), group=group.pg)
-        known = group.pg in dist.distributed_c10d._world.pg_names and group.pg is not like.pg
-    return [float(part) for part in parts], known and group.pg not in dist.distributed_c10d._world.pg_names
+def gather_for_a_while(times: int) -> list[list[float]]:
+    """What the members of this rank's level have said, in groups that are gone afterwards."""
+    model = lamina.shard(nn.Linear(4, 4), lamina.Strategy(2, 2, 2), transport="c10d")
+    mesh, found = RUNTIMES[model].mesh, []
+    for time in range(times):
+        with group_for_a_while(mesh.global_ranks, mesh.rank, mesh.factors.levels[0], "gather", mesh.gather[0]) as group:
+            assert group.pg is not mesh.gather[0].pg and group.pg in dist.distributed_c10d._world.pg_names
+            parts = [torch.empty(1) for _ in range(group.size)]
+            dist.all_gather(parts, torch.tensor([10.0 * time + mesh.rank]), group=group.pg)
+        assert group.pg not in dist.distributed_c10d._world.pg_names
+        found.append([float(part) for part in parts])
+    return found
 
 
 def test_a_group_for_a_while_is_gone_afterwards() -> None:
-    assert run_ranks(2, gather_for_a_while) == [([0.0, 1.0], True)] * 2
+    low, high = [[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]], [[2.0, 3.0], [12.0, 13.0], [22.0, 23.0]]
+    assert run_ranks(4, gather_for_a_while, 3) == [low, low, high, high]
+
+
+def gather_beside_others() -> bool:
+    """Data ranks that are not the whole world."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    inner = RUNTIMES[lamina.shard(nn.Linear(4, 4), mesh=mesh, transport="c10d")].mesh
+    with group_for_a_while(inner.global_ranks, inner.rank, inner.factors.levels[0], "gather", inner.gather[0]) as group:
+        return group is inner.gather[0]
+
+
+def test_ranks_that_are_not_the_world_keep_their_group() -> None:
+    assert all(run_ranks(4, gather_beside_others))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -65,19 +65,6 @@ class Group:
     @property
     def is_trivial(self) -> bool:
         return self.size == 1
-
-
-@contextlib.contextmanager
-def group_for_a_while(like: Group, lane: str) -> Iterator[Group]:
-    """A group of the same ranks whose communicator goes when the block ends. Collective over them."""
-    assert like.pg is not None
-    ranks, backend = dist.get_process_group_ranks(like.pg), dist.get_backend(like.pg)
-    options = nccl_options(lane) if backend == "nccl" else None
-    made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, pg_options=options)
-    try:
-        yield replace(like, pg=made)
-    finally:
-        dist.destroy_process_group(made)
 
 
 class GroupMaker:
@@ -143,3 +130,28 @@ class GroupMaker:
                 OUR_GROUPS.add(str(made.group_name))
             self._made[key] = made
         return self._made[key]
+
+
+@contextlib.contextmanager
+def group_for_a_while(ranks: tuple[int, ...], me: int, level: Level, lane: str, like: Group) -> Iterator[Group]:
+    """This rank's group of a level, as `like` is one, whose communicator goes when the block ends. Collective.
+
+    Args:
+        ranks: all data ranks, by data rank.
+        me: this one, among them.
+
+    Where they are not the whole world it is `like` itself: torch may name a later group of the same ranks as one that
+    is gone, and they would find each other's old addresses.
+    """
+    if len(ranks) != dist.get_world_size():
+        yield like
+        return
+    backend = dist.get_backend(like.pg)
+    groups = GroupSet(ranks)
+    try:
+        yield GroupMaker(groups, me, True, backend).make(level, lane)
+    finally:
+        for made in groups.made.values():
+            if isinstance(made, dist.ProcessGroup):
+                OUR_GROUPS.discard(str(made.group_name))
+                dist.destroy_process_group(made)

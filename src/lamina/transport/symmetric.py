@@ -219,7 +219,8 @@ def connect_gpus(
     agree(control, problem)
     assert peers is not None
     if is_to_be_faster:
-        copies_ms, nccl_ms = _time_gathers(peers, group, device)
+        with group_for_a_while(mesh.global_ranks, mesh.rank, level, "gather", group) as trial:
+            copies_ms, nccl_ms = _time_gathers(peers, trial, device)
         rows = control.exchange_text(f"{copies_ms!r} {nccl_ms!r}")
         peers.trial = compare_gathers(rows, trial_bytes(data_bytes, group.size) * group.size)
     return peers
@@ -255,9 +256,7 @@ def _time_gathers(peers: SymmetricPeers, group: Group, device: torch.device) -> 
             place = (peers.place + step) % peers.size
             parts[place].copy_(peers.data(place)[:part_bytes])
 
-    with group_for_a_while(group, "gather") as nccl:
-        gather = C10d(device).all_gather(nccl, whole, parts[peers.place])
-        return _median_ms(copy, peers), _median_ms(gather, peers)
+    return _median_ms(copy, peers), _median_ms(C10d(device).all_gather(group, whole, parts[peers.place]), peers)
 
 
 def _median_ms(work: Callable[[], object], peers: SymmetricPeers) -> float:
