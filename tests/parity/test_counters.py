@@ -120,3 +120,20 @@ def test_one_slot_holds_the_largest_unit_and_nothing_more() -> None:
         assert set(memory) == {"masters", "gradients", "slots"}, memory
         assert memory["masters"] == memory["gradients"] == sum(unit_bytes) // 2  # float64 throughout, two ranks
         assert memory["masters"] >= shard_bytes
+
+
+def step_without_functorchs_stack(recompute: str) -> None:
+    """Once a thread has that stack, autograd copies it at every node, by a thousand instructions."""
+
+    def made() -> None:
+        raise AssertionError("functorch's stack is made")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C._functorch, "peek_interpreter_stack", made)
+        model = lamina.shard(build(blocks=2), units=UNITS, recompute=recompute)
+        language_loss_of(model, 0, dist.get_rank(), 0).backward()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_step_makes_functorchs_stack(recompute: str) -> None:
+    run_ranks(2, step_without_functorchs_stack, recompute)

@@ -47,6 +47,8 @@ R = TypeVar("R")
 
 _moments = itertools.count(1)  # of forwards that begin and end
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+# `peek_interpreter_stack` makes a stack for a thread that has none, and autograd copies it at every node from then on
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def _outside_modes(method: Callable[..., R]) -> Callable[..., R]:
@@ -314,7 +316,7 @@ class ModuleHooks:
 def _tensors_below(value: Any) -> list[Tensor]:
     """What is in a nested value. Inside `torch.vmap` a tensor is a wrapper without a node, around what has one."""
     tensors = [value] if isinstance(value, Tensor) else tensors_in(value)
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not are_transforms_active():
         return tensors
     found = []
     for tensor in tensors:
@@ -340,7 +342,7 @@ def refuse_transforms(title: str) -> None:
     """`torch.func.grad` and its kin wrap every tensor and forbid gathering inside; so does `torch.jit.trace`."""
     if torch._C._is_tracing():
         raise StateError(f"{title} was called inside torch.jit.trace: trace the model before lamina.shard()")
-    top = torch._C._functorch.peek_interpreter_stack()
+    top = torch._C._functorch.peek_interpreter_stack() if are_transforms_active() else None
     if top is not None and top.key() in _DIFFERENTIATING:
         raise StateError(
             f"{title} was called inside torch.func.{top.key().name.lower()}, which cannot see through gathered "

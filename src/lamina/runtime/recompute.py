@@ -68,7 +68,7 @@ class RecomputedForward:
         self.module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # torch's checkpoint cannot be mapped
+        in_transform = torch._C._are_functorch_transforms_active()  # torch's checkpoint cannot be mapped
         if in_transform or not torch.is_grad_enabled():
             return self.run(args, kwargs)
         if self.selective:
