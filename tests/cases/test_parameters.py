@@ -295,6 +295,29 @@ def test_attributes_of_a_parameter_are_the_same_inside_and_outside() -> None:
     assert run_ranks(2, attributes_inside) == [wanted] * 2
 
 
+def attributes_that_come_late(strategy: str) -> list[object]:
+    """What a forward finds on the weight and on the bias: before there is anything, after one, after both."""
+    model = lamina.shard(linear(), strategy, precision=lamina.Precision(compute=torch.bfloat16))
+    found: list[object] = []
+
+    def look(module: nn.Module, args: object) -> None:
+        found.append((getattr(module.weight, "late", None), getattr(module.bias, "late", None)))
+
+    model.register_forward_pre_hook(look)
+    model(torch.ones(1, WIDTH))
+    model.to_empty(device="cpu")  # makes other objects of what lamina itself keeps there
+    model.bias.late = 1
+    model(torch.ones(1, WIDTH))
+    model.weight.late = 2
+    model(torch.ones(1, WIDTH))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_attributes_that_come_late_are_seen(strategy: str) -> None:
+    assert run_ranks(2, attributes_that_come_late, strategy) == [[(None, None), (None, 1), (2, 1)]] * 2
+
+
 def made_of_two(ignore: tuple[str, ...]) -> str:
     """A frozen parameter of a class like those of quantised weights."""
     model = chain(linear)

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from lamina.core.control import Control, Flags
 from lamina.core.lanes import Lanes
-from lamina.core.parameter_loops import all_there, any_there, are_there, clear_gradients, gradients_of
+from lamina.core.parameter_loops import (
+    all_there,
+    any_there,
+    are_there,
+    clear_gradients,
+    gradients_of,
+    has_gradient,
+)
 from lamina.core.room import make_room
 from lamina.core.shard_losses import hand_over_means
 from lamina.core.shard_tensor import AS_PLAIN
@@ -168,8 +175,8 @@ class Gradients:
         held += [unit.params for unit in units if unit.slot is None]
         arrived = any(unit.gradients.arrived and not unit.communicates for unit in units)
         with AS_PLAIN():
-            any_held = any_there(gradients_of(chain.from_iterable(held)))
-        if arrived or any_held:
+            is_held = any(map(has_gradient, held))
+        if arrived or is_held:
             yield from filter(self.any_of, units)
 
     def all_of(self, unit: Unit) -> bool:

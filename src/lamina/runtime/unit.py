@@ -44,7 +44,6 @@ from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, Shown, Window, refresh_flat_weights
 
 _local_of = attrgetter("_local")
-_version_of = attrgetter("_version")
 _address_of = Tensor.data_ptr
 
 
@@ -99,6 +98,7 @@ class Unit:
         self.visits = Visits(self.name)
         self.gathers = self.reduces = self.overflows = 0
         self._hung = False  # whether users have hung attributes on its parameters
+        self._attribute_count = 0  # of all of them, ours included, when it was last looked at
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []  # modules that hold a list of their weights beside the dict
         self.gradients = UnitGradients(self.params, layout, mesh.device, mesh.range_index, plain)
         self.gradients.notes.are_hooked = not self.communicates  # nobody tells
@@ -227,7 +227,12 @@ class Unit:
     def count_change(self) -> None:
         """A root forward begins: it reads other weights and attributes than the last one if they were changed since."""
         if not self._hung:
-            self._hung = not all(map(OWN_ATTRIBUTES.issuperset, map(vars, self.params)))
+            count = 0
+            for param in self.params:
+                count += len(param.__dict__)
+            if count != self._attribute_count:  # else they are the same: nobody takes our own away
+                self._attribute_count = count
+                self._hung = not all(map(OWN_ATTRIBUTES.issuperset, map(vars, self.params)))
         if self.dirty.value:
             self.version += 1
             for slot in self.slots:
@@ -346,7 +351,10 @@ class Unit:
         self._versions = self._count_writes()
 
     def _count_writes(self) -> int:
-        return sum(map(_version_of, self.masters if self.communicates else self.params))
+        count = 0
+        for written in self.masters if self.communicates else self.params:
+            count += written._version
+        return count
 
     def _thaw(self, positions: Sequence[int]) -> None:
         """Give parameters that were frozen a place for their gradients; the bytes of the unit stay as they are."""

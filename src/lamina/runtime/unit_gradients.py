@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.core.layout import UnitLayout
-from lamina.core.parameter_loops import any_there, are_same, bind_gradients, gradients_of, held_elsewhere
+from lamina.core.parameter_loops import are_same, bind_gradients, gradients_of, has_gradient, held_elsewhere
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import Notes, ShardSpec
 from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
@@ -142,11 +142,11 @@ class UnitGradients:
         self.make()
         self.replace_moved_views()
         self.earlier, self.has_squares = {}, False
-        held, grads = held_elsewhere(self.views, self._locals), gradients_of(self.params)
-        if held is None and not any_there(grads):
-            self.valid, self.had = [False] * len(grads), [False] * len(grads)
+        held, params = held_elsewhere(self.views, self._locals), self.params
+        if held is None and not has_gradient(params):
+            self.valid, self.had = [False] * len(params), [False] * len(params)
         else:
-            self._note(grads, held)
+            self._note(gradients_of(params), held)
         if self.plain:
             self.hide_hooks()
 
@@ -320,7 +320,7 @@ class UnitGradients:
 
     def show(self, used: Sequence[bool]) -> None:
         """After the last reduction of a backward: p.grad where any rank used the parameter, or it was there before."""
-        self._show(list(map(or_, used, self.had)))
+        self._show(list(map(or_, used, self.had)) if any(self.had) else used)
 
     def hand_to_hooks(self, used: Sequence[bool]) -> None:
         """The user's hooks on what is shown; what was kept from them, or from the reduction, joins it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
 
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
@@ -17,8 +16,7 @@ from lamina.core.shard_tensor import Shard
 from lamina.core.slots import FullParameter
 from lamina.errors import ParameterChanged
 
-_SHOWN = {FullParameter}
-Shown = list[dict[str, nn.Parameter]]  # by module
+Shown = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]  # by entry: where it goes, under which name
 
 
 @dataclass
@@ -32,48 +30,40 @@ class Entry:
 
 
 class Window:
-    """All places of one unit's parameters, exchanged together; the loops run in C."""
+    """All places of one unit's parameters, exchanged together."""
 
     def __init__(self, entries: Sequence[Entry], params: Sequence[nn.Parameter]) -> None:
         """`params`: the persistent ones, in layout order."""
         self.entries = list(entries)
-        self._dicts = [entry.parameters for entry in entries]
-        self._names = [entry.attribute for entry in entries]
-        self._modules = list({id(each): each for each in self._dicts}.values())  # their dicts, each once
-        self._persistent = [params[entry.position] for entry in entries]  # what is there while it is shut
-        self._shut = self.values(params)
+        self._shut = self.values(params)  # what is there while it is shut
 
     def values(self, values: Sequence[nn.Parameter]) -> Shown:
         """What `show` takes, from values in layout order."""
-        shown: dict[int, dict[str, nn.Parameter]] = {id(each): {} for each in self._modules}
-        for entry in self.entries:
-            shown[id(entry.parameters)][entry.attribute] = values[entry.position]
-        return list(shown.values())
+        return [(entry.parameters, entry.attribute, values[entry.position]) for entry in self.entries]
 
     def show(self, values: Shown) -> None:
-        """`any` of what returns None goes through all of it."""
-        any(map(dict.update, self._modules, values))
+        for parameters, attribute, value in values:
+            parameters[attribute] = value
 
     def shut(self) -> None:
-        any(map(dict.update, self._modules, self._shut))
+        self.show(self._shut)
 
     def check_shown(self) -> None:
         """The modules still hold what `show` gave them: another parameter would be lost when the window shuts."""
-        if set(map(type, map(dict.get, self._dicts, self._names))) <= _SHOWN:
-            return
-        for entry in self.entries:
-            found = entry.parameters.get(entry.attribute)
-            if type(found) is not FullParameter:
-                raise ParameterChanged(_replaced(entry, found))
+        for parameters, attribute, _ in self._shut:
+            if type(parameters.get(attribute)) is not FullParameter:
+                raise self._refused(parameters, attribute)
 
     def check(self) -> None:
         """The modules still hold the parameters that were sharded."""
-        if all(map(is_, map(dict.get, self._dicts, self._names), self._persistent)):
-            return
-        for entry, persistent in zip(self.entries, self._persistent, strict=True):
-            found = entry.parameters.get(entry.attribute)
-            if found is not persistent:
-                raise ParameterChanged(_replaced(entry, found))
+        for parameters, attribute, persistent in self._shut:
+            if parameters.get(attribute) is not persistent:
+                raise self._refused(parameters, attribute)
+
+    def _refused(self, parameters: dict[str, nn.Parameter | None], attribute: str) -> ParameterChanged:
+        """The error of an entry that somebody else has written."""
+        entry = next(each for each in self.entries if each.parameters is parameters and each.attribute == attribute)
+        return ParameterChanged(_replaced(entry, parameters.get(attribute)))
 
 
 def refresh_flat_weights(module: nn.RNNBase | None) -> None:
