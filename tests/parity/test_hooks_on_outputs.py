@@ -96,6 +96,30 @@ class Two(nn.Module):
         return torch.stack([first, self.hang(x, second, self.linear.weight)])
 
 
+class Late(nn.Module):
+    """Keeps its weight for a hook that is registered once the model is sharded."""
+
+    def __init__(self, hang: Hang) -> None:
+        super().__init__()
+        self.linear, self.hang, self.kept = nn.Linear(DIM, DIM), hang, [torch.empty(0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.linear.weight]
+        return torch.tanh(self.linear(x))
+
+
+class BothTimes(Late):
+    """Hangs hooks itself, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.hang(x, y, self.linear.weight) if x.grad_fn is not None else y
+
+
+def hang_late(block: Late, args: tuple[Tensor], output: Tensor) -> Tensor:
+    return block.hang(args[0], output, block.kept.pop()) if args[0].grad_fn is not None else output
+
+
 class Chain(nn.Module):
     """Blocks one after the other."""
 
@@ -155,6 +179,8 @@ def deviation(model: type[nn.Module], kind: type[nn.Module], hang: Hang, way: di
     torch.manual_seed(0)
     units = ["first", "blocks.*", "last"]
     sharded = lamina.shard(model(kind, hang).double(), units=units, **way)  # type: ignore[arg-type]
+    for block in (block for m in (plain, sharded) for block in m.modules() if isinstance(block, Late)):
+        block.register_forward_hook(hang_late)
     batches = [torch.randn(3, DIM, generator=torch.Generator().manual_seed(r)).double() for r in range(world)]
     worst = 0.0
     for _ in range(STEPS):
@@ -174,6 +200,17 @@ def deviation(model: type[nn.Module], kind: type[nn.Module], hang: Hang, way: di
 )
 @pytest.mark.parametrize("kind", [Block, Two])
 def test_hooks_find_the_weights_that_the_forward_read(kind: type[nn.Module], hang: Hang) -> None:
+    for worst in run_ranks(2, deviations, Chain, kind, hang, WAYS):
+        assert max(worst) <= TOLERANCE, worst
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [on_output, on_output_detached, on_view, on_base, on_node, on_input, on_input_node, without_weight],
+    ids=lambda hang: hang.__name__,
+)
+@pytest.mark.parametrize("kind", [Late, BothTimes])
+def test_hooks_that_later_ones_have_hung(kind: type[nn.Module], hang: Hang) -> None:
     for worst in run_ranks(2, deviations, Chain, kind, hang, WAYS):
         assert max(worst) <= TOLERANCE, worst
 

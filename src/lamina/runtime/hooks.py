@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from lamina.core.program import FORWARD
 from lamina.core.slots import Slot
@@ -31,6 +32,7 @@ from lamina.runtime.phase import Phase
 from lamina.runtime.precision import cast_tree
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import (
+    Served,
     Use,
     any_beside,
     count_hooks,
@@ -101,7 +103,9 @@ class ModuleHooks:
         self.here = f"inside the forward of {self.title}"
         self.module = weakref.ref(module)
         self.escapes: Escapes | None = None  # made in the first forward with gradients
-        self._register(module)
+        self.left: list[Served] = []  # by the forward that has just ended, where others' hooks come behind ours
+        self.settling: RemovableHandle | None = None  # of a hook of ours behind theirs
+        self.last = self._register(module)  # number of our last hook
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         assert self.copy is not None
@@ -113,15 +117,33 @@ class ModuleHooks:
             "`lamina.save(path, model)`, or pickle `model.state_dict()` inside `with lamina.gathered(model):`"
         )
 
-    def _register(self, module: nn.Module) -> None:
+    def _register(self, module: nn.Module) -> int:
         module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.after, always_call=True)
+        return module.register_forward_hook(self.after, always_call=True).id
 
     @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.open(module, "forward", sys._getframe(1))
+        if next(reversed(module._forward_hooks), None) != self.last:
+            self.come_last(module)
         args, kwargs = self.take_inputs(args, kwargs)
         return (args, kwargs) if self.compute is not None else None
+
+    def come_last(self, module: nn.Module) -> None:
+        """Others have registered hooks since: see what they will have done, once they have all been called."""
+        if self.settling is not None:
+            self.settling.remove()
+        self.settling = module.register_forward_hook(self.settle)
+        self.last = self.settling.id
+
+    @uncompiled
+    def settle(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Serve hooks that later ones have hung on the outputs; Note [Begin and end] 6."""
+        left, self.left = self.left, []
+        if left:
+            tensors = _tensors_below(output)
+            for served in left:
+                served.again(tensors, self.engine.reference)
 
     def take_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast the inputs of the call that has been opened, and note the autograd nodes that made them."""
@@ -199,7 +221,7 @@ class ModuleHooks:
     @_outside_modes
     def close(self, output: Any) -> None:
         """End the uses; make their backward known to autograd."""
-        frame = self.frames.pop()
+        frame, self.left = self.frames.pop(), []
         frame.phase.frame = frame.around
         error = sys.exc_info()[1]
         failed = error is not None and error is not frame.error_before
@@ -267,9 +289,11 @@ class ModuleHooks:
                 hook.ends.append(reference)
             for hook in begins:
                 hook.begins.append(use)
-            if are_beside and slot is not None and unit.sharded:
+            if (are_beside or self.settling is not None) and slot is not None and unit.sharded:
                 others = [t for t in tensors if t.requires_grad and t.grad_fn not in frame.inputs]
                 serve_hooks(use, frame.tensors, frame.hooks_before, others, engine.reference)
+                if self.settling is not None:
+                    self.left.append(Served(use, frame.tensors, frame.hooks_before, others, frame.first_node))
 
     def _escaped(self, frame: Frame, output: Any) -> list[Any]:
         """Nodes of what has left the forward by other ways than its output. Forwards around it know of them, too."""

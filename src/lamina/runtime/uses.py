@@ -17,7 +17,8 @@ Note [Begin and end]
     5. On one node, ends come before begins: what has ended frees its slot for what begins.
     6. Hooks of the user's may hold full weights that they found in the forward. One on an output runs before its node's
        turn: the weights are brought before the first of them (`FirstHook`). One that the forward has hung on one of
-       several inputs may run after the end of 2 and 4: there the use ends when all inputs have passed.
+       several inputs may run after the end of 2 and 4: there the use ends when all inputs have passed. Forward hooks
+       that come behind ours may hang some, too: they are served once all of these have been called.
     7. A backward may come in past the outputs: what has left the forward by an attribute or a hook on a layer inside
        counts as one (escapes.py), of every forward that made its node. 2 to 5 hold for it as well.
 
@@ -36,7 +37,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -195,6 +196,7 @@ class FirstHook:
     def __init__(self, use: Use, owner: Owner) -> None:
         self.use, self.owner = use, owner
         self.hooks: list[weakref.ref[dict[int, Any]]] = []  # on the output and on its node
+        self.number = 0  # among the first of them
         self.count = 0  # of these
 
     @uncompiled
@@ -205,11 +207,18 @@ class FirstHook:
             raise outlived(f"the unit `{self.use.visits.unit}`")
         engine.begin_use(self.use, self._count() > self.count)
 
-    def stand_before(self, hooks: Sequence[weakref.ref[dict[int, Any]]], handle: Any) -> None:
-        """Before the hooks that an output and its node have; `handle`: where it has been registered."""
-        self.hooks += hooks
-        order = handle.hooks_dict_ref()
-        for key in [key for key in order if key != handle.id]:
+    def register(self, tensor: Tensor, on_node: NodeHook) -> None:
+        """On an output that hooks stand on, or else on its node."""
+        node: Any = tensor.grad_fn
+        handle: Any = tensor.register_hook(self) if tensor._backward_hooks else node.register_prehook(self)
+        self.hooks, self.number = [handle.hooks_dict_ref, on_node.handle.hooks_dict_ref], handle.id
+        self.stand_first()
+
+    def stand_first(self) -> None:
+        """Before all hooks that there are."""
+        order = self.hooks[0]()
+        assert order is not None
+        for key in [key for key in order if key != self.number]:
             order[key] = order.pop(key)  # autograd goes by the order of insertion: `move_to_end` does not change it
         self.count = self._count()
 
@@ -247,10 +256,12 @@ def serve_hooks(
         on_node = _node_hook(tensor, owner)
         if on_node is None or not (tensor._backward_hooks or on_node.others):
             continue
-        first, node = FirstHook(use, owner), tensor.grad_fn
-        assert node is not None
-        handle = tensor.register_hook(first) if tensor._backward_hooks else node.register_prehook(first)
-        first.stand_before([handle.hooks_dict_ref, on_node.handle.hooks_dict_ref], handle)
+        there = (tensor._backward_hooks or on_node.all_hooks()).values()
+        first = next((hook for hook in there if type(hook) is FirstHook and hook.use is use), None)
+        if first is None:
+            FirstHook(use, owner).register(tensor, on_node)
+        else:
+            first.stand_first()
     for tensor in inputs:
         on_node = _node_hook(tensor, owner)
         if on_node is not None and on_node.others:
@@ -260,6 +271,29 @@ def serve_hooks(
         use.waits_for_all = True
         has_leaf = any(tensor.grad_fn is None for tensor in inputs)
         use.input_count = 0 if has_leaf else len({tensor.grad_fn for tensor in inputs})
+
+
+class Served(NamedTuple):
+    """What `serve_hooks` was called with, for a second time."""
+
+    use: Use
+    inputs: Sequence[Tensor]
+    hooks_before: int
+    outputs: Sequence[Tensor]
+    first_node: int  # number of the first node that autograd may have made in the forward
+
+    def again(self, returned: Sequence[Tensor], owner: Owner) -> None:
+        """`returned`: tensors that later hooks have left, perhaps in place of the outputs."""
+        outputs = list(self.outputs)
+        for tensor in returned:
+            node = tensor.grad_fn
+            if node is None or node._sequence_nr() < self.first_node or any(tensor is known for known in outputs):
+                continue
+            outputs.append(tensor)
+            begins = hook_of(node, owner).begins
+            if self.use not in begins:
+                begins.append(self.use)
+        serve_hooks(self.use, self.inputs, self.hooks_before, outputs, owner)
 
 
 def count_hooks(tensors: Sequence[Tensor], owner: Owner) -> int:
