@@ -82,7 +82,9 @@ def _scheme(born: torch.dtype, rounds: bool, **options: Any) -> Scheme:
 NEAR = 1e-6
 ROUNDING = 2.0**-8  # of all gradients, by norm: half of the last of the 8 bits that bfloat16 has
 ROUNDING_OF_ONE = 2.0**-6  # of one parameter's: a few elements do not average as many do
-USED_TWICE = frozenset({"Twice", "Reads", "Again", "Calls", "tied head", "tied blocks"})
+USED_TWICE = frozenset(
+    {"Twice", "Reads", "Again", "Calls", "Read", "Tied", "tied head", "tied blocks", "tied tables", "rows added"}
+)
 SCHEMES = {
     "own": Scheme(None, torch.float64, 1e-10),
     "own, wide masters": _scheme(torch.float64, True, keep=()),  # of parameters narrower than the model
@@ -213,7 +215,8 @@ def draw_case(seed: int, ranks: int, layers: frozenset[str] = frozenset()) -> Ca
         pairs = [(hurry.choice(["evaluate", "infer"]), hurry.choice(["scale", "load"])) for _ in range(STEPS)]
         case = replace(case, late=hurry.randrange(world), acts=tuple(pairs))
     case = _draw_sides(_draw_more(case, random.Random(f"more {seed}")), layers)
-    return _draw_wider(case, layers) if seed >= WIDER_FROM else case
+    case = _draw_wider(case, layers) if seed >= WIDER_FROM else case
+    return _draw_units_of_tables(case, layers)
 
 
 def _draw_more(case: Case, draw: random.Random) -> Case:
@@ -265,7 +268,7 @@ def _draw_wider(case: Case, layers: frozenset[str]) -> Case:
         wider = replace(wider, unscales=True)
     if case.penalty or {"strand", "outdate"} & {act for acts in case.acts for act in acts}:
         wider = replace(wider, batches=())
-    if wider.overflow is not None and layers & {"Cut", "frozen first"}:
+    if wider.overflow is not None and layers & {"Cut", "Instead", "frozen first"}:
         wider = replace(wider, overflow=(*wider.overflow[:2], "head"))
     if any(name.startswith("leaves") for name in layers):  # torch copies no graphs
         acts = {step: act for step, act in acts.items() if act in ("move", "rewind")}
@@ -279,6 +282,16 @@ def _draw_wider(case: Case, layers: frozenset[str]) -> Case:
     units = "tree" if draw.random() < 0.25 else case.units
     every = tuple((*some, acts[n]) if n in acts else some for n, some in enumerate(case.acts))
     return replace(case, acts=every, units=units, wider=wider)
+
+
+def _draw_units_of_tables(case: Case, layers: frozenset[str]) -> Case:
+    """A table that is a sharded unit is not gathered for its backward; with few slots, others lie in its place."""
+    draw = random.Random(f"units of tables {case.seed}")
+    if "tables" not in layers or draw.random() < 0.3:
+        return case
+    keeps = case.strategy == "hsdp" or case.scheme.precision.halves or draw.random() < 0.3
+    strategy = case.strategy if keeps else "zero3"
+    return replace(case, units="tables", strategy=strategy, slots=draw.choice([1, 1, 1, 2, 3]))
 
 
 def moved(case: Case, number: int, layers: frozenset[str]) -> Case:
@@ -344,21 +357,26 @@ def units_of(case: Case, model: RandomModel) -> Any:
         return list(kinds)
     if case.units == "nested":
         return [*blocks, *(m.deep for block in blocks for m in block.modules() if isinstance(m, Leaves))]
-    if case.units == "tree":
-        return _draw_tree(model, random.Random(f"tree {case.seed}"), ignored_of(case, model)) or "auto"
+    if case.units in ("tree", "tables"):
+        share = 0.5 if case.units == "tree" else 0.9
+        return _draw_tree(model, random.Random(f"tree {case.seed}"), ignored_of(case, model), share) or "auto"
     if case.units == "groups":
         return [list(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
     return list(blocks)
 
 
-def _draw_tree(model: RandomModel, draw: random.Random, ignored: list[str]) -> list[nn.Module]:
-    """Modules at any depth, one inside another, each with a parameter that lies in no other one."""
+def _draw_tree(model: RandomModel, draw: random.Random, ignored: list[str], tables: float) -> list[nn.Module]:
+    """Modules at any depth, one inside another, each with a parameter that lies in no other one.
+
+    `tables`: the share of the tables that are chosen.
+    """
     places = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     left = {p for name, p in model.named_parameters() if places[p] == 1 and name not in ignored}
     chosen = []
     for module in reversed(list(model.blocks.modules())):  # the innermost ones first
         own = left.intersection(module.parameters())
-        if own and not isinstance(module, nn.ModuleList) and draw.random() < 0.5:
+        share = tables if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else 0.5
+        if own and not isinstance(module, nn.ModuleList) and draw.random() < share:
             chosen.append(module)
             left -= own
     return chosen

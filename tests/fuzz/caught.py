@@ -54,7 +54,9 @@ def raise_once(job: Job, where: str = "") -> None:
 def _reaches_all(job: Job) -> bool:
     """Every rank's backward comes to the end of the last block, before it has come to the block before that."""
     is_left_out = any(isinstance(part, Skipped) for part in job.plain.blocks[-1].modules())
-    return "Cut" not in job.plain.features and not is_left_out and job.plain.first.weight.requires_grad
+    is_cut = bool(job.plain.features & {"Cut", "Instead"})
+    is_no_unit = job.case.units == "tables" and "differs" in job.plain.features  # ranks begin with what they leave out
+    return not (is_cut or is_left_out or is_no_unit) and job.plain.first.weight.requires_grad
 
 
 def _raise(module: nn.Module, *args: Any) -> None:

@@ -27,6 +27,17 @@ def add_hooks(model: nn.Module, seed: int) -> None:
             module.register_forward_hook(_change_output)
         else:
             module.register_full_backward_hook(_change_gradient)
+    _hook_tables(model, random.Random(f"hooks of tables {seed}"))
+
+
+def _hook_tables(model: nn.Module, draw: random.Random) -> None:
+    names = sorted(
+        name for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    )
+    for name in names:
+        if draw.random() < 0.5:
+            after = draw.choice([_scale_rows, _scale_rows_in_place, _scale_gradient_of_rows, _look])
+            model.get_submodule(name).register_forward_hook(after)
 
 
 def _scale(gradient: Tensor) -> Tensor:
@@ -43,3 +54,19 @@ def _change_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 def _change_gradient(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
     return tuple(None if gradient is None else gradient * 0.5 for gradient in grad_input)
+
+
+def _scale_rows(table: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 0.75
+
+
+def _scale_rows_in_place(table: nn.Module, args: Any, output: Tensor) -> None:
+    output.mul_(0.75)
+
+
+def _scale_gradient_of_rows(table: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(_scale)
+
+
+def _look(table: nn.Module, args: Any, output: Tensor) -> None: ...

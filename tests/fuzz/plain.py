@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fuzz.case import Scheme
+from fuzz.lookups import make_dense
 from fuzz.models import RandomModel
 
 
@@ -25,6 +26,8 @@ class Plain:
                 master.data = master.data.to(self.master_dtype(master))
                 copy.data = copy.data.to(self.compute_dtype(name, copy))
         self.input_dtype = self.precision.compute or scheme.born
+        if self.input_dtype is torch.bfloat16:  # of which torch adds no sparse gradients
+            make_dense(self.model)
         if self.precision.compute is not None and self.precision.keep:
             for module in self.model.modules():
                 if isinstance(module, nn.LayerNorm):
@@ -59,7 +62,8 @@ class Plain:
         for master, copy in self.pairs:
             if copy.grad is not None:
                 travels = self.precision.wire if copy.is_floating_point() else None
-                sent = (copy.grad if travels is None else copy.grad.to(travels)).to(master.dtype)
+                found = copy.grad.to_dense()  # a table's may be sparse
+                sent = (found if travels is None else found.to(travels)).to(master.dtype)
                 if master.grad is None:
                     master.grad = torch.zeros_like(master)
                 master.grad.add_(sent, alpha=share)

@@ -23,6 +23,7 @@ from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_cas
 from fuzz.caught import fail, give_up, raise_once
 from fuzz.hooks import add_hooks
 from fuzz.layers import WIDTH, has_reentrant
+from fuzz.lookups import make_dense
 from fuzz.models import RandomModel
 from fuzz.moves import move
 from fuzz.plain import Plain
@@ -72,6 +73,8 @@ class Job:
         scheme = case.scheme
         mesh, self.rank = place_on(case.grid, dist.get_rank(), self.device)
         model = RandomModel(case.seed, scheme.born).to(self.device)
+        if case.world == 1 or self.reference.input_dtype is torch.bfloat16:
+            make_dense(model)
         if case.sides:
             self.keepers[model] = Keeper(model, case.sides)
         self.hang(model, "before")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,20 +48,25 @@ class Sides:
         """Whether what is left has a backward of its own: on all ranks, as which there are must agree over them."""
         if self.order == "with" or (self.order == "alone" and step != ALONE_IN):
             return False
+        if self.order == "grad" and len({losses.sides_reach_inputs for losses in ranks}) > 1:
+            return False
         return all(any(_leads_to_parameters(side) for side in losses.sides) for losses in ranks)
 
 
 def _leads_to_parameters(loss: Tensor) -> bool:
     """And not to inputs alone."""
+    return any(isinstance(leaf, nn.Parameter) for leaf in _leaves_below(loss))
+
+
+def _leaves_below(loss: Tensor) -> Iterator[Tensor]:
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            if isinstance(getattr(node, "variable", None), nn.Parameter):
-                return True
+            if hasattr(node, "variable"):
+                yield node.variable
             waiting += [following for following, _ in node.next_functions]
-    return False
 
 
 @dataclasses.dataclass
@@ -71,6 +76,10 @@ class Losses:
     own: Tensor  # of the outputs
     sides: list[Tensor]  # of what was left
     inputs: list[Tensor]
+
+    @property
+    def sides_reach_inputs(self) -> bool:
+        return any(leaf is given for side in self.sides for leaf in _leaves_below(side) for given in self.inputs)
 
     @property
     def sum(self) -> Tensor:
@@ -163,7 +172,8 @@ class Keeper:
     def take(self, rank: int) -> list[Tensor]:
         """After a forward of that rank's data: losses of what it has left, in float64."""
         left = [leaf.take() for leaf in self.model.modules() if isinstance(leaf, Leaves)]
-        terms = [_loss(tensor) for tensor in tensors_in([*left, *self.kept]) if tensor.is_floating_point()]
+        found = [tensor for tensor in tensors_in([*left, *self.kept]) if tensor.is_floating_point()]
+        terms = [_loss(tensor) for tensor in found if tensor.numel()]
         if self.sides.order == "with":
             return [] if self.sides.leaves_out == rank % 3 else terms
         return terms[rank % 2 :] or terms  # every rank has a backward if any has

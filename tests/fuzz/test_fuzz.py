@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuzz.case import ACTS, BOTH, NAMES, OPTIMIZERS, SCHEMES, TURNED
+from fuzz.lookups import CALLS, LOOKUPS, SOURCES
 from fuzz.models import LEAVES, RandomModel
 from fuzz.play import case_of, play_all
 from fuzz.run import Way
@@ -18,11 +19,12 @@ from leftovers import with_leftovers
 world_of = Way(None).world_of
 SEEDS = (15, 108, 137, 167, 188, 213, 458, 504, 629, 650, 678, 687, 697, 704, 760, 769, 832, 859, 881)
 WIDER_SEEDS = (10078, 10257, 10385, 10463, 10609, 10647)
+LOOKUP_SEEDS = (50042, 50089, 50213, 50215, 50230, 50233, 50736, 50784, 50824, 50980)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_jobs_equal_one_process(world: int) -> None:
-    seeds = [seed for seed in SEEDS + WIDER_SEEDS if world_of(seed) == world]
+    seeds = [seed for seed in SEEDS + WIDER_SEEDS + LOOKUP_SEEDS if world_of(seed) == world]
     for outcomes, left in run_ranks(world, with_leftovers, play_all, seeds, timeout=120):
         for outcome in outcomes:
             assert outcome.is_right, f"{outcome.worst:.2e} in {outcome.where}: {outcome.case}"
@@ -59,3 +61,16 @@ def test_the_wider_set_has_some_of_everything() -> None:
     kinds = {kind_of_average(case.seed) for case in cases if "act average" in case.features}
     assert kinds == set(KINDS)
     assert {case.accumulation for case in cases if case.wider.batches} >= {"each", "defer"}
+
+
+def test_the_set_of_lookups_has_some_of_everything() -> None:
+    cases = [case_of(seed, world_of(seed)) for seed in LOOKUP_SEEDS]
+    layers = frozenset().union(*(RandomModel(seed).features for seed in LOOKUP_SEEDS))
+    assert {kind.__name__ for kind in LOOKUPS} | {"Tied", "tied tables", "frozen block"} <= layers
+    assert {"Skipped", "Twice", "Recomputed"} <= layers
+    assert {f"looks up: {way}" for way in CALLS} | {f"rows by {source}" for source in SOURCES} <= layers
+    assert {"table padding", "table by frequency", "table sparse", "table frozen", "bag mean", "bag max"} <= layers
+    own_units = [case for case in cases if case.units == "tables" and case.strategy == "zero3" and case.world > 1]
+    assert {(case.transport, case.slots) for case in own_units} >= {("c10d", 1), ("c10d", 2), ("peer", 1), ("peer", 3)}
+    assert {case.accumulation for case in own_units} == {"none", "twice", "each", "defer"}
+    assert {"none", "full", 2} <= {case.recompute for case in cases} and any(case.hooks for case in cases)
