@@ -9,6 +9,7 @@ own. Takes some minutes and needs valgrind.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -43,6 +44,7 @@ def steps_of(name: str, parameters: int) -> None:
     step = run.step_of(CONTESTANTS[name](parameters))
     for _ in range(BEFORE):
         step()
+    gc.collect()  # else one that was due may fall among the counted steps, or not
     control("-i", "on")
     control("-z")
     for _ in range(COUNTED):

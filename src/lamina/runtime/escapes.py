@@ -86,7 +86,8 @@ class Escapes:
         self._hook_count = self._count_hooks()
 
     def _count_hooks(self) -> int:
-        hooks = itertools.chain.from_iterable(map(_hooks_in, _dicts(_alive(self._inside))))
+        modules = [module for reference in self._inside if (module := reference()) is not None]
+        hooks = itertools.chain.from_iterable(map(_hooks_in, map(_dict_of, modules)))
         return sum(map(len, hooks)) + len(HEARD_EVERYWHERE[0]) + len(HEARD_EVERYWHERE[1])
 
     def remove(self) -> None:
@@ -102,10 +103,10 @@ class Escapes:
             first_node: number of the first node that autograd may have made in this forward.
         """
         try:
-            count = sum(map(len, _dicts(self._all)))
-        except TypeError:  # one has gone
+            count = _count_attributes(self._all)
+        except AttributeError:  # one has gone
             self._all = _alive(self._all)
-            count = sum(map(len, _dicts(self._all)))
+            count = _count_attributes(self._all)
         if count != self._attribute_count:
             self._attribute_count, self._forwards_to_learn = count, FORWARDS_THAT_LEARN
         if self._forwards_to_learn > 0:
@@ -133,9 +134,12 @@ def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[weakref.ref[nn.
     return [reference for reference in references if reference() is not None]
 
 
-def _dicts(references: Iterable[weakref.ref[nn.Module]]) -> Iterator[dict[str, Any]]:
-    """The attributes of modules that are alive. In C, for it is done in every forward."""
-    return map(_dict_of, map(operator.call, references))
+def _count_attributes(references: Iterable[weakref.ref[nn.Module]]) -> int:
+    """Of modules, all of which are to be alive."""
+    count = 0
+    for reference in references:
+        count += len(reference().__dict__)
+    return count
 
 
 def is_heard(module: nn.Module) -> bool:
