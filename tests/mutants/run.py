@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fuzz.models import LOOKUPS_FROM
 from fuzz.wider import WIDER_FROM
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,8 @@ OF_WIDER_JOBS = frozenset(
         "waiting-sums-not-scaled",
     }
 )
+# faults of what only tables lead to
+OF_LOOKUPS = frozenset({"neighbour-not-let-go", "neighbour-taken-for-zeros", "readers-taken-for-lookups"})
 LIMIT_S = 900
 HEAD = "| fault | what it breaks | seeds until found | it showed as | seen |\n|---|---|---|---|---|\n"
 
@@ -116,7 +119,7 @@ def _run_jobs(source: Path, seeds: str, *options: str, limit_s: float) -> str:
 def row_of(patch: Path, limit_s: float) -> str:
     """Hunt one fault: its row of the table."""
     what = patch.read_text().splitlines()[0]
-    first = WIDER_FROM if patch.stem in OF_WIDER_JOBS else 0
+    first = WIDER_FROM if patch.stem in OF_WIDER_JOBS else LOOKUPS_FROM if patch.stem in OF_LOOKUPS else 0
     result = hunt(patch, f"{first}:{first + MOST_SEEDS}", limit_s=limit_s)
     if result.seed is None:
         return f"| {patch.stem} | {what} | not found in {result.tried} | | {_short(result.how)} |\n"
