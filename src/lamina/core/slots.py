@@ -30,9 +30,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lamina.core.full_parameter import Keepers, bind
 from lamina.core.lanes import Mark, running_stream
 from lamina.core.layout import UnitLayout
-from lamina.core.shard_tensor import OWN_ATTRIBUTES
 from lamina.errors import StateError
 
 
@@ -44,7 +44,6 @@ class SlotState(enum.Enum):
 
 
 EMPTY, GATHERING, WEIGHTS, GRADS = SlotState  # `SlotState.EMPTY` is a search on Python 3.11, of 0.1 us
-_set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 _set_versions: Any = torch._C._autograd._unsafe_set_version_counter
 LEAST_GIVEN_BACK = 2**30  # a version above what writes come to; autograd counts to 2**32
 _versions_given_back = itertools.count(LEAST_GIVEN_BACK)
@@ -86,6 +85,7 @@ class Slot:
         self.fulls = [
             bind(view, spec.trainable, self._counter) for view, spec in zip(self.views, layout.params, strict=True)
         ]
+        self.keepers = Keepers(self.fulls)
         self.version = self.count_writes()  # of `fulls` as long as nobody has written to them
         self.given_back = next(_versions_given_back)  # their version while the weights are not here
         self.is_saved = False  # whether graphs may have saved `fulls`
@@ -145,6 +145,11 @@ class Slot:
         if stream is not None:
             self.freed = Mark(stream)
 
+    def belong_to(self, owners: Sequence[Callable[[], nn.Parameter | None]]) -> None:
+        """See `FullParameter`."""
+        for full, owner in zip(self.fulls, owners, strict=True):
+            full.belong_to(owner)
+
     def retire(self) -> None:
         """Nothing will be gathered into it any more. Graphs that have saved `fulls` may still be there."""
         self.shares = ()
@@ -177,66 +182,6 @@ def segment_views(layout: UnitLayout, buffer: Tensor) -> list[Tensor]:
         buffer[offset : offset + segment.compute_bytes].view(segment.compute)
         for segment, offset in zip(layout.segments, layout.offsets_bytes, strict=True)
     ]
-
-
-def _owner_of(full: FullParameter) -> nn.Parameter | None:
-    owner = vars(full).get("_owner")
-    return None if owner is None else owner()
-
-
-def _is_own(name: str) -> bool:
-    return name == "_owner" or name.startswith("_dynamo")
-
-
-class FullParameter(nn.Parameter):
-    """A parameter while it is gathered.
-
-    torch's own `.data` hides writes from the version counter, by which a forward that changes its weights is known: it
-    would lose them without a word. This one counts them.
-
-    What users hang on a parameter belongs to the Shard that this one stands for, and is copied here when a use begins
-    (torch.compile takes no attributes that `__getattr__` finds). What is set here is set there, too; not what
-    torch.compile notes of a tensor, which is about this memory.
-    """
-
-    _owner: Callable[[], nn.Parameter | None]
-
-    def belong_to(self, owner: Callable[[], nn.Parameter | None]) -> None:
-        """`owner` gives the Shard, or None once the model is gone, and holds neither: kept graphs hold this one."""
-        vars(self)["_owner"] = owner
-
-    def take_attributes(self, param: nn.Parameter) -> None:
-        here, there = vars(self), {name: value for name, value in vars(param).items() if name not in OWN_ATTRIBUTES}
-        for name in [name for name in here if name not in there and not _is_own(name)]:
-            del here[name]
-        here.update(there)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if not hasattr(FullParameter, name) and not _is_own(name) and (owner := _owner_of(self)) is not None:
-            setattr(owner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        if (owner := _owner_of(self)) is not None and name in vars(owner):
-            delattr(owner, name)
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        with torch.no_grad():
-            self.detach().copy_(value)
-
-
-def bind(view: Tensor, requires_grad: bool, counter: Tensor) -> FullParameter:
-    """A full parameter over `view` with the version counter of `counter`: writes to the slot do not reach it."""
-    full = FullParameter(counter, requires_grad=False)
-    _set_data(full, view)
-    full.requires_grad_(requires_grad)
-    return full
 
 
 def outlived(what: str) -> StateError:

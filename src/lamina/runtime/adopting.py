@@ -40,7 +40,8 @@ from lamina.runtime.hooks import ModuleHooks, add_entry_point
 from lamina.runtime.materialise import InitRecord, check_sources, materialise, materialise_buffers
 from lamina.runtime.precision import computes_wide
 from lamina.runtime.publishing import open_peers
-from lamina.runtime.unit import Unit, give_memory
+from lamina.runtime.unit import Unit
+from lamina.runtime.windows import give_memory
 from lamina.transport.peer import Peers
 from lamina.transport.symmetric import SymmetricPeers
 

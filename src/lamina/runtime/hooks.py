@@ -104,6 +104,7 @@ class ModuleHooks:
         self.module = weakref.ref(module)
         self.escapes: Escapes | None = None  # made in the first forward with gradients
         self.left: list[Served] = []  # by the forward that has just ended, where others' hooks come behind ours
+        self.held: list[tuple[Unit, Slot]] = []  # until theirs have been called
         self.settling: RemovableHandle | None = None  # of a hook of ours behind theirs
         self.last = self._register(module)  # number of our last hook
 
@@ -133,7 +134,7 @@ class ModuleHooks:
         """Others have registered hooks since: see what they will have done, once they have all been called."""
         if self.settling is not None:
             self.settling.remove()
-        self.settling = module.register_forward_hook(self.settle)
+        self.settling = module.register_forward_hook(self.settle, always_call=True)
         self.last = self.settling.id
 
     @uncompiled
@@ -144,6 +145,8 @@ class ModuleHooks:
             tensors = _tensors_below(output)
             for served in left:
                 served.again(tensors, self.engine.reference)
+        while self.held:
+            self.engine.residency.release(*self.held.pop(), hold_overflow=False)
 
     def take_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast the inputs of the call that has been opened, and note the autograd nodes that made them."""
@@ -235,6 +238,9 @@ class ModuleHooks:
                 self._abandon(frame)
                 raise
         for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
+            if self.settling is not None and slot is not None and not frame.owns_phase:
+                slot.pins += 1
+                self.held.append((unit, slot))
             self.engine.leave(unit, slot)
         if frame.owns_phase:
             self.engine.end_forward()

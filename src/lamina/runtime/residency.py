@@ -85,6 +85,8 @@ class Residency:
         slot.pins -= 1
         if slot.pins == 0:
             slot.freed = self.lanes.compute.mark()
+            if unit.windows == 0:
+                slot.keepers.lock()
             if hold_overflow:  # a backward; forwards are looked at where their module's name is known
                 unit.refuse_writes(slot, "during the backward of that unit")
             if not slot.home and not unit.kept and not hold_overflow:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamina.core.full_parameter import FullParameter
 from lamina.core.lanes import Lanes
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
@@ -33,7 +34,7 @@ from lamina.core.parameter_loops import requirements_of
 from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
 from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
-from lamina.core.slots import WEIGHTY, FullParameter, Slot, outlived
+from lamina.core.slots import WEIGHTY, Slot, outlived
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.outside import listen
@@ -41,7 +42,7 @@ from lamina.runtime.parts import further_axes
 from lamina.runtime.suspects import written_to
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
 from lamina.runtime.units import UnitPlan
-from lamina.runtime.windows import Entry, Shown, Window, refresh_flat_weights
+from lamina.runtime.windows import Entry, Shown, Window, give_memory, refresh_flat_weights
 
 _local_of = attrgetter("_local")
 _address_of = Tensor.data_ptr
@@ -207,6 +208,7 @@ class Unit:
             slot.layout = layout
         for slot in self._shown:
             self._shown[slot] = self.window.values(slot.fulls)
+            slot.keepers.have_none()
         for param, spec in zip(self.params, layout.params, strict=True):
             if isinstance(param, Shard) and param.spec.name != spec.name:
                 param.spec = replace(param.spec, name=spec.name, geometry=param.spec.geometry)
@@ -246,8 +248,10 @@ class Unit:
         if shown is None:
             shown = self._shown[slot] = self.window.values(slot.fulls)
             self._followed[slot] = -1, []  # nothing yet: what was frozen when it was sharded may train by now
-            for position, full in enumerate(slot.fulls):
-                full.belong_to(functools.partial(_parameter_of, weakref.ref(self), position))
+            me = weakref.ref(self)
+            slot.belong_to([functools.partial(_parameter_of, me, position) for position in range(len(slot.fulls))])
+            slot.keepers.have_none()
+        slot.keepers.unlock()
         if self.windows == 0:
             self.window.check()
         if self._hung:
@@ -439,15 +443,3 @@ def _receive(unit: weakref.ref[Unit], position: int, grad: Tensor) -> None:
     if owner is None:
         raise outlived("a parameter, in a loss outside forwards,")
     owner.gradients.arrive(position, grad)
-
-
-def give_memory(param: nn.Parameter, value: Tensor) -> None:
-    """Let a plain parameter lie in `value`, which may have another dtype or device (one on meta has no memory yet)."""
-    grad, param.grad = param.grad, None
-    if param.device.type == value.device.type:
-        param.data = value
-    else:
-        made = nn.Parameter(value, requires_grad=param.requires_grad)
-        torch._C._swap_tensor_impl(param, made)
-    if grad is not None:
-        param.grad = grad.to(param.device, param.dtype)

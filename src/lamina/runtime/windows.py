@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lamina.core.full_parameter import FullParameter
 from lamina.core.shard_tensor import Shard
-from lamina.core.slots import FullParameter
 from lamina.errors import ParameterChanged
 
 Shown = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]  # by entry: where it goes, under which name
@@ -81,6 +82,18 @@ def release_computed_weights(model: nn.Module) -> None:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm) and isinstance(computed := getattr(module, hook.name, None), Tensor):
                 setattr(module, hook.name, computed.detach())
+
+
+def give_memory(param: nn.Parameter, value: Tensor) -> None:
+    """Let a plain parameter lie in `value`, which may have another dtype or device (one on meta has no memory yet)."""
+    grad, param.grad = param.grad, None
+    if param.device.type == value.device.type:
+        param.data = value
+    else:
+        made = nn.Parameter(value, requires_grad=param.requires_grad)
+        torch._C._swap_tensor_impl(param, made)
+    if grad is not None:
+        param.grad = grad.to(param.device, param.dtype)
 
 
 def _replaced(entry: Entry, found: object) -> str:
