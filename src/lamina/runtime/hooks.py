@@ -76,7 +76,7 @@ class Frame:
 
     module: nn.Module
     owns_phase: bool
-    slots: list[Slot | None]
+    entered: list[tuple[Unit, Slot | None]]  # the units that it opens, and where each one's weights are
     inputs: list[Any]  # autograd nodes
     tensors: list[Tensor]  # differentiable inputs
     hooks_before: int  # that these had
@@ -207,14 +207,15 @@ class ModuleHooks:
             engine.phase.refuse_other_threads()
         while self.frames and self.frames[-1].phase is not engine.phase:
             self.frames.pop()  # of a forward that ended without a word
-        slots: list[Slot | None] = []
+        entered: list[tuple[Unit, Slot | None]] = []
         has_graph, phase = torch.is_grad_enabled(), engine.current()
-        frame = Frame(module, owns, slots, [], [], 0, 0, error, next(_moments), phase)
+        frame = Frame(module, owns, entered, [], [], 0, 0, error, next(_moments), phase)
         frame.around, phase.frame = phase.frame, frame
         self.frames.append(frame)
         try:
             for unit in self.units:
-                slots.append(slot := engine.enter(unit, FORWARD))
+                slot = engine.enter(unit, FORWARD)
+                entered.append((unit, slot))
                 if slot is not None:
                     slot.is_saved |= has_graph  # also where the forward will fail
         except BaseException:
@@ -237,7 +238,7 @@ class ModuleHooks:
             except BaseException:
                 self._abandon(frame)
                 raise
-        for unit, slot in zip(self.units[::-1], frame.slots[::-1], strict=False):
+        for unit, slot in reversed(frame.entered):
             if self.settling is not None and slot is not None and not frame.owns_phase:
                 slot.pins += 1
                 self.held.append((unit, slot))
@@ -258,7 +259,7 @@ class ModuleHooks:
         tensors = _tensors_below(output)
         self._check_aliases(frame, tensors)
         has_graph = torch.is_grad_enabled()
-        for unit, slot in zip(self.units, frame.slots, strict=True):
+        for unit, slot in frame.entered:
             if slot is not None:
                 unit.refuse_writes(slot, self.here)
                 unit.window.check_shown()
@@ -286,7 +287,7 @@ class ModuleHooks:
         made = range(frame.first_node, next_node())
         ends, begins = hooks_of(frame.inputs, engine.reference), hooks_of(nodes, engine.reference)
         are_beside = any_beside(frame.tensors, tensors, ends, begins)
-        for unit, slot in zip(self.units, frame.slots, strict=True):
+        for unit, slot in frame.entered:
             reads = slot is None or not unit.sharded or reads_weights(frame.module, self.after, slot, nodes, tensors)
             use = Use(unit, slot, frame.input_count, frame.opened, closed, reads)
             reference = weakref.ref(use)
@@ -330,7 +331,7 @@ class ModuleHooks:
 
     def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""
-        for slot in frame.slots:
+        for _, slot in frame.entered:
             if slot is None:
                 continue
             owned = slot.buffer.untyped_storage().data_ptr()
