@@ -173,10 +173,7 @@ class Keepers:
         self._references_in_graphs = [count + GRAPH_REFERENCES for count in self._references]
 
     def _count_references(self) -> list[int]:
-        found = []
-        for full in self._fulls:
-            found.append(sys.getrefcount(full))  # a comprehension is a call
-        return found
+        return list(map(sys.getrefcount, self._fulls))
 
     def lock(self) -> None:
         """The last use has ended: what others keep is not to be read."""
