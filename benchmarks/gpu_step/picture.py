@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PICTURE = HERE.parents[1] / "docs" / "pictures" / "speed.svg"
+PICTURE = HERE / "speed.svg"
 SERIES = {"lamina, peer": "#1b6ca8", "lamina, NCCL": "#7fb2d9", "FSDP2": "#c9c9c9"}  # colours
 COMPILED = ("lamina-peer-compiled", "lamina-compiled", "fsdp2-compiled")
 EAGER = ("lamina-peer", "lamina", "fsdp2-fp32")

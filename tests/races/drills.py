@@ -130,10 +130,10 @@ class Drill:
                 param.mul_(0.9)
 
     def fail(self, model: nn.Module) -> None:
-        """A backward ends in an error that the user catches: when all is reduced but the first block, then at once."""
-        for number in (0, -1):
-            block = model.blocks[self.order[number]]
-            handle = block.register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)
+        """A backward ends in an error that the user catches: before that of the first block and behind it, when the
+        others are reduced; then at once."""
+        for number, hang in ((0, _fail_before), (0, _fail_behind), (-1, _fail_before)):
+            handle = model.blocks[self.order[number]].register_forward_hook(hang)
             with contextlib.suppress(ZeroDivisionError):
                 self.output(model).sum().backward()
             handle.remove()
@@ -143,6 +143,14 @@ class Drill:
     @property
     def order(self) -> list[int]:
         return [step if isinstance(step, int) else step[0] for step in self.path]
+
+
+def _fail_before(block: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    output.register_hook(_fail)
+
+
+def _fail_behind(block: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    args[0].register_hook(_fail)
 
 
 def _fail(gradient: Tensor) -> None:
