@@ -198,19 +198,8 @@ def deviation(model: type[nn.Module], kind: type[nn.Module], hang: Hang, way: di
     [on_output, on_output_detached, on_view, on_base, on_node, on_input, on_input_node, without_weight],
     ids=lambda hang: hang.__name__,
 )
-@pytest.mark.parametrize("kind", [Block, Two])
+@pytest.mark.parametrize("kind", [Block, Two, Late, BothTimes])
 def test_hooks_find_the_weights_that_the_forward_read(kind: type[nn.Module], hang: Hang) -> None:
-    for worst in run_ranks(2, deviations, Chain, kind, hang, WAYS):
-        assert max(worst) <= TOLERANCE, worst
-
-
-@pytest.mark.parametrize(
-    "hang",
-    [on_output, on_output_detached, on_view, on_base, on_node, on_input, on_input_node, without_weight],
-    ids=lambda hang: hang.__name__,
-)
-@pytest.mark.parametrize("kind", [Late, BothTimes])
-def test_hooks_that_later_ones_have_hung(kind: type[nn.Module], hang: Hang) -> None:
     for worst in run_ranks(2, deviations, Chain, kind, hang, WAYS):
         assert max(worst) <= TOLERANCE, worst
 
