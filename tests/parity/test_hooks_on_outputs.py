@@ -5,6 +5,7 @@ Such a hook runs before the node on which the backward of its unit begins, or af
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -228,3 +229,33 @@ def test_hooks_on_an_input_that_many_units_take(hang: Hang) -> None:
 def test_hooks_that_know_no_weight_cost_no_slot() -> None:
     for worst in run_ranks(2, deviations, Crossed, Cross, without_weight, WAYS):
         assert max(worst) <= TOLERANCE, worst
+
+
+class Encoder(nn.Module):
+    """Computes in a method as well, for which torch calls no hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.ones(DIM))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x).sum()
+
+
+def is_let_go(calls_method: bool) -> bool:
+    """Whether an output that nobody keeps is gone, though a hook has been registered behind the runtime's."""
+    model = lamina.shard(Encoder(), entry_points=["encode"])
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    for call in (model, model.encode if calls_method else model):
+        output = call(torch.ones(2, DIM))
+    gone = weakref.ref(output)
+    del output
+    return gone() is None
+
+
+@pytest.mark.parametrize("calls_method", [False, True])
+def test_no_output_is_held_for_later_hooks(calls_method: bool) -> None:
+    assert run_ranks(2, is_let_go, calls_method) == [True] * 2

@@ -403,10 +403,15 @@ class EntryPoint:
             args, kwargs = hooks.take_inputs(args, kwargs)
             output = getattr(type(module), self.__name__)(module, *args, **kwargs)
         except BaseException:
-            hooks.close(None)
+            self._leave(module, None)
             raise
-        hooks.close(output)
+        self._leave(module, output)
         return output
+
+    def _leave(self, module: nn.Module, output: Any) -> None:
+        """torch calls no hooks of the module's: what comes behind them comes at once."""
+        self.hooks.close(output)
+        self.hooks.settle(module, (), output)
 
 
 def add_entry_point(hooks: ModuleHooks, module: nn.Module, name: str) -> None:
