@@ -15,6 +15,7 @@ the learning rate at every step and clip at 1.0 (not with `--unclipped`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import json
@@ -146,16 +147,21 @@ class Runner:
         return self.output.read_text()[-6000:]
 
     def finish(self) -> None:
-        """Where a turn was ended from outside, says what the ranks were doing."""
-        if self.is_asked:
-            self.process.terminate()
+        """End it; where it does not end by itself, or was ended within a turn, say what the ranks were doing."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not self.is_asked:
+                self.process.wait(timeout=20)
+                return
+        self.process.terminate()  # torchrun ends its ranks, which would keep their memory of the cards
         try:
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=40)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.is_asked:
-            print(f"{self.name}: had not ended its turn\n{self.last_lines()}", flush=True)
+        print(
+            f"{self.name}: had not ended {'its turn' if self.is_asked else 'by itself'}\n{self.last_lines()}",
+            flush=True,
+        )
 
     def finished_row(self) -> dict:
         ms = [found["ms"] for found in self.rounds.values()]

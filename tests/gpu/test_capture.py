@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 
 import pytest
 import torch
@@ -77,6 +78,62 @@ def compare(rank: int, folder: str, transport: str, strategy: str) -> None:
 def test_equals_eager_steps(transport: str, strategy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(compare, (folder, transport, strategy), nprocs=WORLD)
+
+
+class Training:
+    """Captured steps with a norm, which meets the other ranks inside of the graph."""
+
+    def __init__(self, transport: str) -> None:
+        torch.manual_seed(1)
+        self.model = lamina.shard(build(), units=[Block], precision="bf16", transport=transport)
+        self.optimizer = lamina.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.call = lamina.capture(self.step)
+
+    def step(self, data: Tensor) -> Tensor:
+        loss = self.model(data).pow(2).mean()
+        loss.backward()
+        lamina.clip_grad_norm_(self.model, 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def losses(self, calls: int, release_after: int = -1) -> list[float]:
+        found = []
+        for number in range(calls):
+            found.append(self.call(torch.full((8, 16), number / calls, device="cuda")).item())
+            if number == release_after:
+                self.call.release()
+                assert self.call.graph is None
+        return found
+
+
+def end_with_a_graph(rank: int, folder: str, transport: str) -> None:
+    take_card(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    training = Training(transport)
+    training.losses(6)
+    began = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began < 15.0 and (WORLD == 1 or transport == "peer" or training.call.graph is None)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "peer"])
+def test_groups_go_while_a_captured_step_is_kept(transport: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(end_with_a_graph, (folder, transport), nprocs=WORLD)
+
+
+def go_on_after_a_release(rank: int, folder: str) -> None:
+    take_card(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    released, kept = Training("c10d").losses(12, release_after=5), Training("c10d").losses(12)
+    assert released == pytest.approx(kept, rel=1e-5)
+    dist.destroy_process_group()
+
+
+def test_a_released_step_is_recorded_anew() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(go_on_after_a_release, (folder,), nprocs=WORLD)
 
 
 def misuse(rank: int, folder: str) -> None:

@@ -13,10 +13,17 @@ Note [Frozen]
        nothing afterwards: all lanes are empty when a recording begins and when it has ended.
     4. Weights are cast in every call, for a graph cannot know whether they have changed; after a call they count as
        changed, for the host does not see the optimizer that ran in the graph.
+
+Note [Graphs hold groups]
+    NCCL does not let a communicator go while a graph that has recorded one of its collectives lives, and
+    `destroy_process_group()`, with the captured step still in a variable, would wait for ever. The watch sees a rank
+    that does not come back from there, and frees all graphs.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,6 +33,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from lamina.core import watch
 from lamina.errors import StateError, UsageError
 from lamina.optim.adamw import AdamW
 from lamina.runtime.assemble import RUNTIMES, Runtime
@@ -36,6 +44,7 @@ NOT_RECORDABLE = (
     "lamina.capture(): the step does something that cannot be recorded, such as reading a value from the device "
     "(.item(), print(loss), `if loss > x`) or bringing a tensor from the CPU. Move it out of the step"
 )
+_captured: weakref.WeakSet[Captured] = weakref.WeakSet()
 NOT_COMPARED = ("params", "lr", "initial_lr", "param_names")  # of a group
 
 
@@ -52,6 +61,7 @@ def capture(step: Callable[..., Any]) -> Captured:
     Returns:
         A function with the arguments of `step`. Tensors among them must be on the GPU and keep their shape and dtype;
         other arguments must stay equal. Tensors that it returns are overwritten by the next call: clone what is kept.
+        Its `release()` frees the graph and the memory that it holds.
 
     Raises:
         UsageError: an argument that a graph cannot take, or an optimizer whose learning rate would be frozen.
@@ -67,6 +77,11 @@ class Captured:
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step = step
+        self._lock = threading.RLock()  # of the graph: the watch's thread may release it
+        self._forget()
+        _captured.add(self)
+
+    def _forget(self) -> None:
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self._optimizers: list[Optimizer] = []
@@ -74,6 +89,8 @@ class Captured:
         self._runtimes: list[Runtime] = []  # whose models the step runs
         self._engines: list[Engine] = []  # that they had then
         self._held: list[list[Tensor]] = []  # what its kernels read and nobody else keeps
+        self._inputs: list[Any] = []
+        self._result: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_available() or not any(runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
@@ -84,13 +101,27 @@ class Captured:
         if self.graph is None and self.calls <= EAGER_CALLS:
             return self._run_eagerly(args, kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
-        if self.graph is None:
-            self._record(leaves, form)
-        else:
-            self._check_arguments(leaves, form)
-            self._check_frozen()
-        self._replay(leaves)
-        return self._result
+        with self._lock:
+            if self.graph is None:
+                self._record(leaves, form)
+            else:
+                self._check_arguments(leaves, form)
+                self._check_frozen()
+            self._replay(leaves)
+            return self._result
+
+    def release(self) -> None:
+        """Free the graph and the memory that it holds, once it has run.
+
+        Later calls begin anew: three run as they are, the fourth records. On a CPU nothing happens.
+        """
+        with self._lock:
+            graph = self.graph
+            if graph is not None:
+                with torch.cuda.device(self._stream.device):
+                    torch.cuda.synchronize()
+                    graph.reset()
+            self._forget()
 
     # ---- before there is a graph -------------------------------------------------------------------------------
 
@@ -253,6 +284,12 @@ class Captured:
                     )
 
 
+def _release_all() -> None:
+    """Note [Graphs hold groups]."""
+    for captured in list(_captured):
+        captured.release()
+
+
 def _refuse_halves() -> None:
     """Masters come and go between their two forms, at the host's choice."""
     if any(unit.halved for runtime in RUNTIMES.values() for unit in runtime.units):
@@ -311,3 +348,6 @@ def _forget_lanes(runtime: Runtime) -> None:
 def _mark_changed(runtime: Runtime) -> None:
     for unit in runtime.engine.units:
         unit.dirty.mark()
+
+
+watch.on_teardown(_release_all)
