@@ -22,7 +22,7 @@ ROWS = {  # files of two H200, and ways in the order of SERIES
     "64 experts": ("experts", EAGER),
     "48 narrow blocks\n2048 tokens": ("deep_2048", EAGER),
     "1.27 B\n2048 tokens": ("eager_1b_2048", EAGER),
-    "the same, captured": ("interleaved_1b_2048", CAPTURED),
+    "the same, captured": ("captured_1b_2048", CAPTURED),
 }
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 from predict import measured
 from rows import Row, wire_of
 
+from lamina.core import room
 from lamina.core.strategy import Factors, resolve
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.memory import NCCL_BYTES, communicators, forecast_memory, nccl_bytes
@@ -40,10 +41,20 @@ HERE = Path(__file__).parent
 BEFORE = ("nccl_1b_2xH100_second", "peer_1b_2xH200", "peer_1b_2048_2xH200")  # runtimes that did not give back
 WITHOUT_ROOM = (
     *(f"before_room_{name}_2xH200" for name in ("1b", "strategies_1b", "1b_2048")),
-    *(f"recompute_{size}_2xH200" for size in ("3b", "8b")),  # nor would a later runtime make any
+    "recompute_8b_2xH200",
 )
-BIG_SUMS = tuple(f"{name}_2xH200" for name in ("core_1b", "strategies_1b", "eager_1b_2048", "deep", "deep_2048"))
-TODAY = ("sums_1b_2xH200",)
+BIG_SUMS = tuple(
+    f"{name}_2xH200"
+    for name in (
+        "before_sums_1b",
+        "strategies_1b",
+        "before_sums_1b_2048",
+        "before_sums_recompute_3b",
+        "deep",
+        "deep_2048",
+    )
+)
+TODAY = tuple(f"{name}_2xH200" for name in ("sums_1b", "core_1b", "eager_1b_2048", "recompute_3b"))
 SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
 WAYS = {  # of gpu_step, as strategy and transport
     "lamina": ("zero3", "c10d"),
@@ -97,7 +108,8 @@ def gpu_step_rows() -> Iterator[Found]:
                 row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
                 sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
                 is_todays = name in TODAY
-                lay = name not in BEFORE, is_todays or name in BIG_SUMS, is_todays
+                makes_room = room.helps(recompute) and (is_todays or name in BIG_SUMS)
+                lay = name not in BEFORE, makes_room, is_todays
                 yield Found(row, 2, machine, *sizes, transport, True, *lay, own_bytes)
 
 

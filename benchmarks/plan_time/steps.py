@@ -72,7 +72,7 @@ BEFORE = {
     "clip_in_step_1b_2xH200": (0, 4),
     "clip_in_step_1b_2048_2xH200": (0, 4),
     "early_gathers_1b_2xH200": (0, 4),
-    "captured_1b_2048_2xH200": (0, 0),
+    "captured_first_1b_2048_2xH200": (0, 0),
     "published_in_the_step_1b_2xH200": (0, 0),
     "experts_1xH200": (0, 0),
     "interleaved_1b_2xH200": (0, 0),

@@ -239,12 +239,23 @@ def test_measured_steps_of_two_gpus(transport: str) -> None:
         assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], abs=0.001), name
 
 
-@pytest.mark.parametrize(("way", "transport"), [("lamina", "c10d"), ("lamina-peer", "peer"), ("lamina-auto", "peer")])
-def test_measured_use_of_two_gpus(way: str, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "way", "transport", "tokens"),
+    [
+        ("sums_1b", "lamina", "c10d", 8192),
+        ("sums_1b", "lamina-peer", "peer", 8192),
+        ("sums_1b", "lamina-auto", "peer", 8192),
+        ("core_1b", "lamina", "c10d", 8192),
+        ("core_1b", "lamina-peer", "peer", 8192),
+        ("eager_1b_2048", "lamina", "c10d", 2048),
+        ("eager_1b_2048", "lamina-peer", "peer", 2048),
+    ],
+)
+def test_measured_use_of_two_gpus(file: str, way: str, transport: str, tokens: int) -> None:
     """What communicators take was set from the first two. The job had one of its own, as the unsharded loop of another
     run."""
-    machine, row, loop = load_machine("h200"), gpu_row("sums_1b", way), gpu_row("core_1b", "reference")
-    measured = measured_1b(8192, "none")
+    machine, row, loop = load_machine("h200"), gpu_row(file, way), gpu_row("core_1b", "reference")
+    measured = measured_1b(tokens, "none")
     forecast = forecast_memory(measured, Choice("zero3", 2, transport=transport), machine)
     found = reserve(measured, forecast.state, resolve("zero3", 2), given=True)
     assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], rel=0.001)
