@@ -75,7 +75,7 @@ class Found(NamedTuple):
     transport: str = "c10d"
     given: bool = False  # the model lay on the device
     gives_back: bool = False  # the runtime gives that memory back
-    makes_room: bool = False
+    room_part: float = 0.0
     is_todays: bool = False
     own_bytes: int = 0  # of a communicator of the job's
 
@@ -108,8 +108,8 @@ def gpu_step_rows() -> Iterator[Found]:
                 row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
                 sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
                 is_todays = name in TODAY
-                makes_room = room.helps(recompute) and (is_todays or name in BIG_SUMS)
-                lay = name not in BEFORE, makes_room, is_todays
+                room_part = room.KEPT if recompute == "none" and (is_todays or name in BIG_SUMS) else 0.0
+                lay = name not in BEFORE, room_part, is_todays
                 yield Found(row, 2, machine, *sizes, transport, True, *lay, own_bytes)
 
 
@@ -133,7 +133,7 @@ def line(found: Found) -> str:
     factors = resolve(row.strategy, found.gpus)
     if not found.is_todays:
         beside_bytes += more_bytes(factors, forecast.state.is_one_sided, found.machine)
-    lay = {"given": found.given, "gives_back": found.gives_back, "makes_room": found.makes_room}
+    lay = {"given": found.given, "gives_back": found.gives_back, "room_part": found.room_part}
     run = reserve(model, forecast.state, factors, **lay)
     assert run is not None
     pairs = (

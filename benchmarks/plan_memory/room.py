@@ -1,6 +1,6 @@
 """What torch's allocator reserves with and without room for gradients (src/lamina/core/room.py): forecasts, no GPU.
 
-Of runs that do not recompute everything, for which room is made, and models that are made unit by unit; those that were
+Of models that are made unit by unit; those that were
 built on the device: compare.py.
 
 python benchmarks/plan_memory/room.py > benchmarks/plan_memory/results/room.md             # some minutes
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from predict import GIB, measured
 
+from lamina.core import room
 from lamina.core.strategy import resolve
 from lamina.planner.machine import load_machine
 from lamina.planner.memory import forecast_memory
@@ -46,6 +47,12 @@ CASES = (
     Case("8b", 4096, "none", "zero3", 8),
     Case("3b", 8192, "none", "zero3", 16),
     Case("8b", 4096, "none", "zero3", 64),
+    Case("1b", 8192, "full", "zero3", 2),
+    Case("3b", 4096, "full", "zero3", 2),
+    Case("3b", 8192, "full", "zero3", 4, accumulation=2),
+    Case("8b", 4096, "full", "zero3", 2),
+    Case("8b", 4096, "full", "zero1", 8),
+    Case("8b", 4096, "full", "zero3", 64),
 )
 
 
@@ -58,7 +65,8 @@ def main() -> None:
         choice = Choice(case.strategy, case.gpus, recompute=case.recompute, accumulation=case.accumulation)
         state = forecast_memory(model, choice, load_machine("h200")).state
         runs = [
-            reserve(model, state, factors, case.accumulation, makes_room=makes_room) for makes_room in (False, True)
+            reserve(model, state, factors, case.accumulation, room_part=part)
+            for part in (0.0, room.part(case.recompute, case.gpus))
         ]
         before, now = (run.reserved_bytes for run in runs if run is not None)
         allocated = max(run.allocated_bytes for run in runs if run is not None)

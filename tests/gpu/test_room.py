@@ -13,12 +13,12 @@ from torch import nn
 
 import lamina
 from gpu.cards import most_ranks, take_card
-from lamina.core.room import room_bytes
+from lamina.core import room
 
 pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS, WORLD = 2048, 16, 2
-ROOM_BYTES = room_bytes([LAYERS * WIDTH * WIDTH * 4 // WORLD])
+ROOM_BYTES = room.room_bytes(room.KEPT, [LAYERS * WIDTH * WIDTH * 4 // WORLD])
 
 
 def taken_by(forward: Callable[[], object]) -> int:

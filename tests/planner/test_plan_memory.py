@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lamina
 from harness import run_ranks
+from lamina.core import room
 from lamina.core.strategy import Strategy, resolve
 from lamina.errors import UsageError
 from lamina.planner.machine import load_machine
@@ -235,7 +236,7 @@ def test_measured_steps_of_two_gpus(transport: str) -> None:
         forecast = forecast_memory(measured, Choice("zero3", 2, transport=transport), machine)
         assert forecast.allocated_bytes / GIB == pytest.approx(row["allocated_gib"], rel=0.001), name
         assert forecast.peak.place == "backward loss"
-        found = reserve(measured, forecast.state, resolve("zero3", 2), given=True, gives_back=False, makes_room=False)
+        found = reserve(measured, forecast.state, resolve("zero3", 2), given=True, gives_back=False, room_part=0.0)
         assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], abs=0.001), name
 
 
@@ -283,8 +284,8 @@ def test_steps_measured_after_their_forecast(file: str, way: str, strategy: str,
     measured = measured_1b(8192, "none")
     forecast = forecast_memory(measured, Choice(strategy, 2, transport=transport), load_machine("h200"))
     assert forecast.allocated_bytes / GIB == pytest.approx(row["allocated_gib"], rel=0.001)
-    makes_room = not file.startswith("before_room")
-    found = reserve(measured, forecast.state, resolve(strategy, 2), given=True, makes_room=makes_room)
+    room_part = 0.0 if file.startswith("before_room") else room.KEPT
+    found = reserve(measured, forecast.state, resolve(strategy, 2), given=True, room_part=room_part)
     assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], rel=0.001)
 
 
@@ -301,7 +302,7 @@ def test_measured_steps_of_one_gpu(number: int) -> None:
     choice = Choice(row["strategy"], 1, recompute=row["recompute"], wire=wire)
     forecast = forecast_memory(measured, choice, load_machine("h200"))
     assert forecast.allocated_bytes / GIB == pytest.approx(data["allocated"], rel=0.001)
-    found = reserve(measured, forecast.state, resolve(row["strategy"], 1), makes_room=False)
+    found = reserve(measured, forecast.state, resolve(row["strategy"], 1), room_part=0.0)
     assert found is not None and found.reserved_bytes == data["reserved"] * GIB  # segment for segment
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     assert (found.reserved_bytes + beside_bytes) / GIB == pytest.approx(data["used"], abs=0.05)

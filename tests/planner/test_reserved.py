@@ -33,9 +33,9 @@ def measured() -> Measured:
     return replace(found, events=STEP)
 
 
-def follow(measured: Measured, strategy: str, world: int, makes_room: bool = False, **options) -> Reserved | None:
+def follow(measured: Measured, strategy: str, world: int, room_part: float = 0.0, **options) -> Reserved | None:
     factors = resolve(strategy, world)
-    return reserve(measured, state_of(measured.units, factors), factors, makes_room=makes_room, **options)
+    return reserve(measured, state_of(measured.units, factors), factors, room_part=room_part, **options)
 
 
 def test_a_model_that_is_made_unit_by_unit(measured: Measured) -> None:
@@ -77,7 +77,7 @@ def test_gradients_lie_where_activations_lay(measured: Measured) -> None:
     taken = [Event(TAKE, number, 12 * MIB) for number in range(6)]
     given = [Event(GIVE, number) for number in range(6)]
     narrow = replace(measured, events=(*taken, *given, Event(REDUCE, 0)))
-    before, now = (follow(narrow, "zero3", 2, given=True, makes_room=makes_room) for makes_room in (False, True))
+    before, now = (follow(narrow, "zero3", 2, given=True, room_part=part) for part in (0.0, 0.5))
     assert before is not None and now is not None and before.allocated_bytes == now.allocated_bytes
     assert before.reserved_bytes - now.reserved_bytes == (6 * 12 + 16 - 20 - 5 * 12) * MIB
 

@@ -23,9 +23,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lamina.core import room
 from lamina.core.halves import PIECE_NUMEL
 from lamina.core.layout import UnitLayout
-from lamina.core.room import room_bytes
 from lamina.core.strategy import Factors
 from lamina.planner.caching_allocator import Block, CachingAllocator, DeviceFull
 from lamina.planner.measure_data import Happens, Measured
@@ -64,7 +64,7 @@ def reserve(
     *,
     given: bool = False,
     gives_back: bool = True,
-    makes_room: bool = True,
+    room_part: float = room.KEPT,
     limit_bytes: int | None = None,
     expandable: bool = False,
 ) -> Reserved | None:
@@ -75,15 +75,14 @@ def reserve(
         given: the whole model lies on the device before it is sharded; else it is made unit by unit.
         gives_back: the device then gets back what the model lay in, as far as nothing new has come to lie there. False:
             the runtime that rows of before were measured with.
-        makes_room: as `core/room.py` does. False: the runtime before it did.
+        room_part: of the gradients, for which room is made (core/room.py); 0: by runtimes before they made any.
         limit_bytes: what the allocator may reserve; None: more than any device has.
         expandable: torch's setting `expandable_segments:True`.
     """
     run = _Run(measured, state, factors, accumulation, CachingAllocator(limit_bytes, expandable))
     try:
         run.shard(given, gives_back)
-        if makes_room:
-            run.make_room()
+        run.make_room(room_part)
         before = -1
         for _ in range(MOST_STEPS):
             run.step()
@@ -155,7 +154,7 @@ class _Run:
                 piece = 8 * min(CHECK_CHUNK_BYTES, spec.numel * spec.master.itemsize)
                 self._give(self._take([piece, piece, piece]))
 
-    def make_room(self) -> None:
+    def make_room(self, part: float) -> None:
         """Before the first forward, as far as the device has memory; see core/room.py."""
         layouts = self.state.layouts
         if self.alone:
@@ -163,7 +162,7 @@ class _Run:
         else:
             sizes = [s.range_numel * wide_bytes(s.master) for layout in layouts for s in layout.segments if s.trainable]
         with contextlib.suppress(DeviceFull):
-            self._give(self._take([room_bytes(sizes)]))
+            self._give(self._take([room.room_bytes(part, sizes)]))
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

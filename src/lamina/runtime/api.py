@@ -137,9 +137,9 @@ def shard(
     move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
     engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen, peers)
-    engine.gradients.wants_room = room.helps(recompute)
-    if native and room.helps(recompute):
-        room.make_room([sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
+    engine.gradients.room_part = part = room.part(recompute, data.world)
+    if native:
+        room.make_room(part, [sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
     _wrap_forwards(model, built, chosen, recompute, compile)
     hooks = weakref.WeakValueDictionary() if native else register_hooks(model, built, engine, chosen)
     for name in entry_points if hooks else ():

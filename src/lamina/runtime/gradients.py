@@ -83,7 +83,7 @@ class Gradients:
         # Activations are at their peak while there are no gradients. On the CPU the same memory would come back as new
         # pages, whose first touch costs more than the reduction.
         self.gives_back = any(unit.mesh.device.type == "cuda" for unit in units)
-        self.wants_room = False  # `shard()` says where it helps
+        self.room_part = 0.0  # of the gradients, for which room is yet to be made: `shard()` says it
         self.take_share()
 
     def take_share(self) -> None:
@@ -104,18 +104,18 @@ class Gradients:
     def follow(self, before: Gradients) -> None:
         """Go on where another object stopped, of the same model with other units."""
         self.tokens.follow(before.tokens)
-        self.wants_room = before.wants_room
+        self.room_part = before.room_part
 
     def give_back(self) -> None:
         """A forward begins: the memory of gradients that nobody has any more is for activations."""
         if not self.gives_back:
             return
-        if self.wants_room and torch.is_grad_enabled() and not self.lanes.is_recording:
-            self.wants_room = False
+        if self.room_part and torch.is_grad_enabled() and not self.lanes.is_recording:
+            part, self.room_part = self.room_part, 0.0
             units = [unit for unit in self.units if any(param.requires_grad for param in unit.params)]
             segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
             sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
-            make_room(sizes_bytes, self.units[0].mesh.device)
+            make_room(part, sizes_bytes, self.units[0].mesh.device)
         for unit in self.units:
             unit.gradients.give_back()
 
