@@ -282,6 +282,10 @@ def traced() -> None:
     torch.jit.trace(sharded(), batch_of(0, 0))
 
 
+def exported() -> None:
+    torch.export.export(sharded(), (batch_of(0, 0),))
+
+
 def method_past_the_forward() -> None:
     lamina.shard(seeded(encoding), units=["blocks.*"]).encode(batch_of(0, 0))
 
@@ -325,6 +329,7 @@ NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     functional_call: ("ParameterChanged", ["first.weight", "replaced"]),
     functional_gradient: ("StateError", ["Chain", "torch.func.grad"]),
     traced: ("StateError", ["Chain", "torch.jit.trace"]),
+    exported: ("Traced", ["first.weight", "torch.export", "before lamina.shard()"]),
     clamped_in_forward: ("StateError", ["blocks.0.weight", "in place"]),
     renormed_in_forward: ("StateError", ["blocks.0.table.weight", "max_norm"]),
     method_past_the_forward: ("ShardOpError", ["first.weight", "entry_points=('encode',)"]),
