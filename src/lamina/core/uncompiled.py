@@ -98,8 +98,8 @@ def refuse_traced_loss(name: str) -> None:
     if torch._guards.detect_fake_mode() is not None:
         if torch.compiler.is_exporting():
             raise Traced(
-                f"torch.export met the sharded `{name}`: export the model before lamina.shard(), or another one that has "
-                "loaded this one's checkpoint"
+                f"torch.export met the sharded `{name}`: export the model before lamina.shard(), or another one that "
+                "has loaded this one's checkpoint"
             )
         raise Traced(
             f"a loss over the sharded `{name}` cannot be part of what is compiled: put it outside the compiled "
