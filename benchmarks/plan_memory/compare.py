@@ -59,6 +59,7 @@ SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
 WAYS = {  # of gpu_step, as strategy and transport
     "lamina": ("zero3", "c10d"),
     "lamina-peer": ("zero3", "peer"),
+    "lamina-peer-halves": ("zero3", "peer"),
     **{f"lamina-{strategy}": (strategy, "c10d") for strategy in ("ddp", "zero1", "zero2")},
 }
 
@@ -73,6 +74,7 @@ class Found(NamedTuple):
     reserved: float
     used: float
     transport: str = "c10d"
+    halved: bool = False
     given: bool = False  # the model lay on the device
     gives_back: bool = False  # the runtime gives that memory back
     room_part: float = 0.0
@@ -110,7 +112,7 @@ def gpu_step_rows() -> Iterator[Found]:
                 is_todays = name in TODAY
                 room_part = room.KEPT if recompute == "none" and (is_todays or name in BIG_SUMS) else 0.0
                 lay = name not in BEFORE, room_part, is_todays
-                yield Found(row, 2, machine, *sizes, transport, True, *lay, own_bytes)
+                yield Found(row, 2, machine, *sizes, transport, way.endswith("-halves"), True, *lay, own_bytes)
 
 
 def machine_of(card: str) -> Machine:
@@ -127,7 +129,14 @@ def more_bytes(factors: Factors, peers: bool, machine: Machine) -> int:
 def line(found: Found) -> str:
     row = found.row
     model = measured(row.size, row.tokens, row.recompute)
-    choice = Choice(row.strategy, found.gpus, recompute=row.recompute, wire=wire_of(row), transport=found.transport)
+    choice = Choice(
+        row.strategy,
+        found.gpus,
+        recompute=row.recompute,
+        wire=wire_of(row),
+        transport=found.transport,
+        halved=found.halved,
+    )
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     factors = resolve(row.strategy, found.gpus)
@@ -142,7 +151,7 @@ def line(found: Found) -> str:
         (run.reserved_bytes + beside_bytes + found.own_bytes, found.used),
     )
     where = f"{found.gpus} x {found.machine.name}"
-    where += f", `{found.transport}`, built on the device" if found.given else ""
+    where += f", `{found.transport}`{', masters in halves' * found.halved}, built on the device" if found.given else ""
     figures = (f"{forecast / GIB:.2f} / {seen:.2f} ({forecast / GIB / seen - 1:+.1%})" for forecast, seen in pairs)
     return "| " + " | ".join([where, *map(str, row), *figures]) + " |"
 

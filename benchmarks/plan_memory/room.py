@@ -66,7 +66,7 @@ def main() -> None:
         state = forecast_memory(model, choice, load_machine("h200")).state
         runs = [
             reserve(model, state, factors, case.accumulation, room_part=part)
-            for part in (0.0, room.part(case.recompute, case.gpus))
+            for part in (0.0, room.part(case.recompute, case.gpus, halved=False))
         ]
         before, now = (run.reserved_bytes for run in runs if run is not None)
         allocated = max(run.allocated_bytes for run in runs if run is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -13,13 +14,13 @@ from lamina.runtime import gradients
 from lamina.runtime.assemble import RUNTIMES
 
 
-def trains_and_evaluates(strategy: str, frozen: str, recompute: str | int) -> None:
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]).double()
+def trains_and_evaluates(strategy: str, frozen: str, recompute: str | int, **options: Any) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     model[0].requires_grad_(frozen != "before")
-    lamina.shard(model, strategy, start="broadcast", recompute=recompute)
+    lamina.shard(model, strategy, start="broadcast", recompute=recompute, **options)
     model[0].requires_grad_(frozen == "")
     RUNTIMES[model].engine.gradients.gives_back = True  # as on a GPU
-    data, optimizer = torch.ones(2, 8, dtype=torch.float64), torch.optim.SGD(model.parameters(), lr=0.1)
+    data, optimizer = torch.ones(2, 8), torch.optim.SGD(model.parameters(), lr=0.1)
     asked: list[float] = []
     with patch.object(gradients, "make_room", lambda part, sizes_bytes, _: asked.append(part * sum(sizes_bytes))):
         with torch.no_grad():
@@ -30,7 +31,7 @@ def trains_and_evaluates(strategy: str, frozen: str, recompute: str | int) -> No
             held = sum(grad.nbytes for unit in RUNTIMES[model].units for grad in unit.gradients.ranges)
             optimizer.step()
             optimizer.zero_grad()
-    assert asked == [(0.6 if recompute in ("full", 1) else 0.5) * held]
+    assert asked == ([] if options else [(0.6 if recompute in ("full", 1) else 0.5) * held])
 
 
 def test_room_is_made_once_by_the_first_forward_of_a_training() -> None:
@@ -38,6 +39,11 @@ def test_room_is_made_once_by_the_first_forward_of_a_training() -> None:
         run_ranks(2, trains_and_evaluates, strategy, "", "none")
     for frozen in ("before", "after"):
         run_ranks(2, trains_and_evaluates, "zero3", frozen, "none")
+
+
+def test_none_where_masters_that_are_halved_leave_some() -> None:
+    halves = lamina.Precision(compute=torch.bfloat16, halves=True)
+    run_ranks(2, trains_and_evaluates, "zero3", "", "none", precision=halves, transport="peer")
 
 
 def test_more_where_all_blocks_are_recomputed() -> None:

@@ -17,8 +17,10 @@ import torch
 KEPT, RECOMPUTED = 0.5, 0.6
 
 
-def part(recompute: str | int, world: int) -> float:
-    """Of the gradients, for which room is made; by what is recomputed, on how many ranks."""
+def part(recompute: str | int, world: int, halved: bool) -> float:
+    """Of the gradients, for which room is made; by what is recomputed, on how many ranks, and how masters lie there."""
+    if halved:
+        return 0.0  # gradients find it where whole masters lay before the first forward
     if recompute not in ("full", 1):
         return KEPT
     return RECOMPUTED if world > 1 else 0.0  # on one GPU it was in the way as often as not

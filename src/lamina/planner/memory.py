@@ -118,9 +118,8 @@ def forecast_memory(
     allocated = max(moment.total_bytes for moment in moments)
     reserved, used, beside = allocated, allocated, 0
     if on_gpu:
-        found = reserve(
-            measured, state, factors, choice.accumulation, room_part=room.part(choice.recompute, factors.world)
-        )
+        part = room.part(choice.recompute, factors.world, state.halved)
+        found = reserve(measured, state, factors, choice.accumulation, room_part=part)
         assert found is not None, "only a device with a limit is ever full"
         allocated, reserved = found.allocated_bytes, found.reserved_bytes
         beside = state.shared

@@ -137,7 +137,7 @@ def shard(
     move_buffers(model, device)
     arena = place_slots(built, blueprint.packing, device)
     engine = build_engine([] if native else built, data, control, blueprint.packing.slots, chosen, peers)
-    engine.gradients.room_part = part = room.part(recompute, data.world)
+    engine.gradients.room_part = part = room.part(recompute, data.world, any(unit.halved for unit in built))
     if native:
         room.make_room(part, [sum(p.nbytes for p in unit.params if p.requires_grad) for unit in built], device)
     _wrap_forwards(model, built, chosen, recompute, compile)
