@@ -132,22 +132,27 @@ def test_peer_is_bitwise_what_nccl_gives(sleeps: bool, max_norm: float | None) -
         mp.spawn(train_in_16_bit, (world, folder, sleeps, max_norm), nprocs=world)
 
 
-def test_ranks_whose_paths_part_equal_one_process() -> None:
+# What the ranks of a world have gone wrong in once, or hung, and on GPUs only, is among them.
+WALKS = {2: list(range(12)), 4: [3, 12, 14, 39]}
+JOBS = {1: [300, 452], 2: list(range(100, 120)), 3: [322, 426], 4: [79, 479]}
+
+
+@pytest.mark.parametrize("world", WALKS)
+def test_ranks_whose_paths_part_equal_one_process(world: int) -> None:
     """Nested blocks in overflow slots, and jobs of which a rank owns no element of a unit."""
-    if most_ranks() < 4:
-        pytest.skip("four GPUs, or a card that four ranks may share")
-    for found in run_ranks(4, walks.play_all, [3, 12, 14, 39], "cuda", timeout=180):
+    if most_ranks() < world:
+        pytest.skip("so many GPUs, or a card that ranks may share")
+    for found in run_ranks(world, walks.play_all, WALKS[world], "cuda", timeout=180):
         assert max(found) <= TOLERANCE
     shutdown()
 
 
-def test_random_jobs_equal_one_process() -> None:
-    """Each was wrong once, or hung, and on GPUs only."""
-    if most_ranks() < 4:
-        pytest.skip("four GPUs, or a card that four ranks may share")
-    for world, seeds in ((1, [300, 452]), (3, [322, 426]), (4, [79, 479])):
-        for outcomes in run_ranks(world, play_all, seeds, "cuda", timeout=120):
-            assert all(outcome.is_right for outcome in outcomes), outcomes
+@pytest.mark.parametrize("world", JOBS)
+def test_random_jobs_equal_one_process(world: int) -> None:
+    if most_ranks() < world:
+        pytest.skip("so many GPUs, or a card that ranks may share")
+    for outcomes in run_ranks(world, play_all, JOBS[world], "cuda", timeout=180):
+        assert all(outcome.is_right for outcome in outcomes), outcomes
     shutdown()
 
 
