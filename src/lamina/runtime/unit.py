@@ -252,11 +252,12 @@ class Unit:
             slot.belong_to([functools.partial(_parameter_of, me, position) for position in range(len(slot.fulls))])
             slot.keepers.have_none()
         slot.keepers.unlock()
-        if self.windows == 0:
-            self.window.check()
         if self._hung:
             any(map(FullParameter.take_attributes, slot.fulls, self.params))
-        self.window.show(shown)
+        if self.windows == 0:
+            self.window.open(shown)
+        else:
+            self.window.show(shown)
         self.follow(slot, forward)
         for module in self.recurrent:
             refresh_flat_weights(module())

@@ -17,7 +17,8 @@ from lamina.core.full_parameter import FullParameter
 from lamina.core.shard_tensor import Shard
 from lamina.errors import ParameterChanged
 
-Shown = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]  # by entry: where it goes, under which name
+# by entry: where it goes, under which name, what to show, and what else stands there
+Shown = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]]
 
 
 @dataclass
@@ -36,28 +37,46 @@ class Window:
     def __init__(self, entries: Sequence[Entry], params: Sequence[nn.Parameter]) -> None:
         """`params`: the persistent ones, in layout order."""
         self.entries = list(entries)
+        self._params = params
         self._shut = self.values(params)  # what is there while it is shut
 
     def values(self, values: Sequence[nn.Parameter]) -> Shown:
         """What `show` takes, from values in layout order."""
-        return [(entry.parameters, entry.attribute, values[entry.position]) for entry in self.entries]
+        return [(e.parameters, e.attribute, values[e.position], self._params[e.position]) for e in self.entries]
+
+    def open(self, values: Shown) -> None:
+        """Show them where the parameters that were sharded stand, in all entries or in none."""
+        try:
+            for parameters, attribute, value, persistent in values:
+                if parameters[attribute] is not persistent:
+                    break
+                parameters[attribute] = value
+            else:
+                return
+        except KeyError:
+            pass
+        for before, name, _, persistent in values:
+            if before is parameters and name == attribute:
+                raise self._refused(parameters, attribute)
+            before[name] = persistent
 
     def show(self, values: Shown) -> None:
-        for parameters, attribute, value in values:
+        for parameters, attribute, value, _ in values:
             parameters[attribute] = value
 
     def shut(self) -> None:
-        self.show(self._shut)
+        for parameters, attribute, persistent, _ in self._shut:
+            parameters[attribute] = persistent
 
     def check_shown(self) -> None:
         """The modules still hold what `show` gave them: another parameter would be lost when the window shuts."""
-        for parameters, attribute, _ in self._shut:
+        for parameters, attribute, _, _ in self._shut:
             if type(parameters.get(attribute)) is not FullParameter:
                 raise self._refused(parameters, attribute)
 
     def check(self) -> None:
         """The modules still hold the parameters that were sharded."""
-        for parameters, attribute, persistent in self._shut:
+        for parameters, attribute, persistent, _ in self._shut:
             if parameters.get(attribute) is not persistent:
                 raise self._refused(parameters, attribute)
 
