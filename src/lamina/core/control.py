@@ -9,6 +9,7 @@ nobody raises.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
 import sys
 import time
@@ -43,7 +44,8 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 PHASES_KEPT = 16
 _ONES = 0xFFFFFFFF
-LAST_WAIT = datetime.timedelta(seconds=1)  # for flags that nobody reads, when the process ends
+LAST_WAIT_S = 1.0  # for flags that nobody reads, when the process ends
+SHORTEST_WAIT_S = 0.001
 
 
 # Note [Rows]
@@ -313,13 +315,16 @@ class Flags:
         self._sent = bytearray(8)  # behind a byte for each flag: the number, and what is left of it to all ones
         self.differed = False  # the number of the flags before the last
         _flags.add(self)
+        _unread[:] = [work for work in _unread if not work.is_completed()]
+
+    def __del__(self) -> None:
+        self.drop()
 
     def drop(self) -> None:
-        """Let a result that nobody reads arrive, as long as that takes no time, and forget it."""
+        """Nobody will read the result that is under way; see Note [Works at exit]."""
         work, self._work = self._work, None
         if work is not None:
-            with suppress(RuntimeError):  # a peer that was faster to end
-                work.wait(LAST_WAIT)
+            _unread.append(work)
 
     def start(self, flags: list[bool], alike: int = 0) -> Callable[[], list[bool]]:
         """Send this rank's flags; the result, when called, waits and tells for each whether any rank said yes.
@@ -347,11 +352,21 @@ class Flags:
         return group.allreduce([numbers], _MAXIMA)
 
 
+# Note [Works at exit]
+#     What is sent in a backward carries torch's copy of the Python context, and what is sent from a bytearray its
+#     memory. If the last reference to such a work is that of Gloo's thread, it asks for the interpreter, and where that
+#     is about to end the process is aborted ("terminate called without an active exception"). So works that nobody
+#     waits for are never given up: they arrive, as long as that takes no time, and stay.
 _flags: weakref.WeakSet[Flags] = weakref.WeakSet()
+_unread: list[dist.Work] = []  # of flags that are gone
 
 
 @atexit.register
-def _drop_flags() -> None:
-    """Work that is still under way when the interpreter goes would write into memory that has gone before it."""
+def _keep_works() -> None:
     for flags in list(_flags):
         flags.drop()
+    deadline = time.monotonic() + LAST_WAIT_S
+    for work in _unread:
+        with suppress(RuntimeError):  # a peer that was faster to end, or has not come yet
+            work.wait(datetime.timedelta(seconds=max(deadline - time.monotonic(), SHORTEST_WAIT_S)))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))

@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, TypeVar
 
 from lamina.core import watch
+from lamina.core.watch_board import Line
 from lamina.core.watch_evidence import innermost_site, is_folded
 from lamina.core.watch_judge import Verdict, name_ranks
 from lamina.core.watch_sever import disagreement
@@ -28,8 +28,10 @@ from lamina.errors import LaminaError
 
 TOGETHER_S = 1.5  # the same error reaches all ranks within this time
 SPOKEN_S = 3.0  # how long a silent rank waits for the one that speaks
+ANSWER_S = 2.0  # of the store, which answers in milliseconds
 PAUSE_S = 0.02
 
+Said = TypeVar("Said")
 Note = Callable[[BaseException], str]
 _notes: list[Note] = []  # what parts above know of errors that are not lamina's
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -95,9 +97,12 @@ class Speaker:
     """This rank's part in settling who prints."""
 
     def __init__(self, running: watch.Watch, world: int) -> None:
-        handle: Any = running.store
         self.rank, self.world = running.rank, world
-        self._store: Any = dist.PrefixStore("lamina/terminal", running.board.connect(handle))
+        self._line = Line(running.store, "lamina/terminal")
+
+    @property
+    def _store(self) -> Any:
+        return self._line.store
 
     def speaks_for(self, error: BaseException) -> list[int]:
         """The ranks that this one speaks for; none if another one speaks."""
@@ -136,19 +141,40 @@ def speak(error: BaseException, show: Callable[[list[int], int], None]) -> None:
         return
     world = running.board.world
     try:
-        speaker = Speaker(running, world)
-        ranks = speaker.speaks_for(error)
-    except RuntimeError:  # the store is gone: better twice than not at all
+        speaker = _in_time(lambda: Speaker(running, world), ANSWER_S)
+        ranks = _in_time(lambda: speaker.speaks_for(error), TOGETHER_S + 2 * SPOKEN_S + ANSWER_S)
+    except RuntimeError:  # the store is gone, or who held it is stopped: better twice than not at all
         show([running.rank], world)
         return
     if not ranks:
         return
     show(ranks, world)
     sys.stderr.flush()
-    try:
-        speaker.has_spoken(error)
-    except RuntimeError:
-        pass  # nobody is left who could hear it
+    with contextlib.suppress(RuntimeError):  # nobody is left who could hear it
+        _in_time(lambda: speaker.has_spoken(error), ANSWER_S)
+
+
+def _in_time(ask: Callable[[], Said], seconds: float) -> Said:
+    """What is asked of the store, which blocks its caller in C++ when it has stopped answering.
+
+    Raises:
+        RuntimeError: no answer.
+    """
+    said: list[Said] = []
+    failed: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            said.append(ask())
+        except RuntimeError as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=run, name="lamina-terminal", daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if said:
+        return said[0]
+    raise failed[0] if failed else RuntimeError("the ranks' store does not answer")
 
 
 # ---- where it is hooked in -----------------------------------------------------------------------------------------

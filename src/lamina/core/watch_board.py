@@ -9,8 +9,11 @@ judge that falls silent is replaced.
 from __future__ import annotations
 
 import json
+import os
 import socket
+import stat
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -22,25 +25,48 @@ FREE = "free"
 LOOKS_KEPT = 200  # a rank that lost a peer looks often
 SILENT_BEATS = 2.5
 KNOCK_S = 0.5
+GONE = "the process that held the ranks' store (rank 0, or the launcher) has ended"
+
+
+class Line:
+    """A connection of one's own to the ranks' store, looked at before it is used.
+
+    torch tries for half an hour to reach a store that has gone, and fills the terminal with its stack where a word is
+    sent into a connection whose other end is closed.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str) -> None:
+        if not answers(store):
+            raise dist.DistNetworkError(GONE)
+        handle: Any = store  # torch's stubs lag behind: `clone`, `append`, `has_extended_api`
+        before = _connections_to(store)
+        # a second handle of a file would count as a rank
+        self._store: Any = dist.PrefixStore(prefix, store if _is_a_file(store) else handle.clone())
+        self._ends = [socket.socket(fileno=os.dup(number)) for number in _connections_to(store) - before]
+
+    @property
+    def store(self) -> Any:
+        """Raises DistNetworkError if whoever held it has ended."""
+        if any(map(_is_closed, self._ends)):
+            raise dist.DistNetworkError(GONE)
+        return self._store
 
 
 class Board:
-    """This rank's connection. Every method may block or raise when the store is gone."""
+    """What this rank writes and reads. Every method may block or raise when the store is gone."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, limits: Limits) -> None:
         self.writes_seldom = _is_a_file(store)  # every write is appended to it
-        self._store: Any = dist.PrefixStore("lamina/watch", self.connect(store))
+        self._line = Line(store, "lamina/watch")
         self.rank, self.world, self.limits = rank, world, limits
         self.verdicts = 0  # seen so far
         self._known: set[int] = set()  # ranks that have posted
         self._looks: list[tuple[float, dict[int, Report]]] = []
         self._lease, self._lease_seen, self._term = "", 0.0, 0
 
-    @staticmethod
-    def connect(store: dist.Store) -> dist.Store:
-        """A connection of one's own; a second handle of a file would count as a rank."""
-        handle: Any = store  # torch's stubs lag behind: `clone`, `append`, `has_extended_api`
-        return store if _is_a_file(store) else handle.clone()
+    @property
+    def _store(self) -> Any:
+        return self._line.store
 
     def register(self, identity: Identity) -> None:
         self._store.set(f"who/{self.rank}", json.dumps(vars(identity)))
@@ -139,6 +165,30 @@ def answers(store: Any) -> bool:
     except OSError:
         return False
     return True
+
+
+def _connections_to(store: Any) -> set[int]:
+    """Descriptors of this process's connections to a store's port."""
+    store, found = _base(store), set[int]()
+    if not isinstance(store, dist.TCPStore):
+        return found
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == store.port:
+                        found.add(number)
+    return found
+
+
+def _is_closed(end: socket.socket) -> bool:
+    """Whether the other side has closed it; what has arrived stays where it is."""
+    try:
+        return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _is_a_file(store: Any) -> bool:

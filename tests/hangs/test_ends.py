@@ -1,0 +1,124 @@
+"""How processes end without a launcher that holds the store: whoever ends first, the others end too, and in peace.
+
+Interpreters of their own where their end is the matter, else forks (forked_programs.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from forked_programs import run_warm
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+LIMIT_S = 20.0  # of an end, on a busy machine; without the mend it takes half an hour
+PROGRAM = """
+import atexit, ctypes, os, signal, sys, time
+
+rank, mode = int(os.environ["RANK"]), sys.argv[1]
+if mode == "held" and rank == 0:  # registered before all others, so called last; it never gives up the interpreter
+    atexit.register(ctypes.PyDLL(None).usleep, 3_000_000)
+
+import torch, torch.distributed as dist
+import lamina
+from lamina.core import control, watch
+
+torch.set_num_threads(1)
+watch.configure(watch.Limits(silent_s=1.2, proof_s=0.4, stopped_s=0.8, grace_s=0.4, beat_s=0.2))
+
+
+def step(model):
+    model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+
+
+def main():
+    torch.manual_seed(0)
+    model = lamina.shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units=[torch.nn.Linear])
+    step(model), step(model)
+    if mode == "held" and rank == 1:
+        send = control.Flags._send
+        control.Flags._send = lambda *given: (time.sleep(1.8), send(*given))[1]
+    if mode in ("killed", "stopped") and rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL if mode == "killed" else signal.SIGSTOP)
+    if mode == "interrupted" and rank == 0:
+        raise KeyboardInterrupt
+    step(model)
+    if mode == "late" and rank == 1:
+        time.sleep(2.5)
+
+
+main()
+"""
+
+
+class End(NamedTuple):
+    code: int
+    said: str
+    seconds: float  # after the first one
+
+
+def ends_of(folder: Path, mode: str, watched: tuple[int, ...] = (0, 1)) -> list[End]:
+    """Ranks without a launcher, as they end; those that are not watched are killed then."""
+    (folder / "train.py").write_text(PROGRAM)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = os.environ | {"PYTHONPATH": SOURCE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = []
+    for rank in (0, 1):
+        with open(folder / f"said {rank}", "w") as output:
+            command = [sys.executable, str(folder / "train.py"), mode]
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    ended: dict[int, float] = {}
+    deadline = time.monotonic() + 100
+    while not ended.keys() >= set(watched) and time.monotonic() < deadline:
+        for rank in watched:
+            if rank not in ended and ranks[rank].poll() is not None:
+                ended[rank] = time.monotonic()
+        time.sleep(0.05)
+    for process in ranks:
+        process.kill()
+        process.wait()
+    said = [(folder / f"said {rank}").read_text() for rank in (0, 1)]
+    assert ended.keys() >= set(watched), said
+    return [End(ranks[r].returncode, said[r], ended[r] - min(ended.values())) for r in watched]
+
+
+def test_a_clean_end_says_nothing_whoever_is_last(tmp_path: Path) -> None:
+    for end in run_warm(ends_of, tmp_path, "late"):
+        assert (end.code, end.said) == (0, "")
+
+
+def test_a_result_that_arrives_while_the_interpreter_ends_does_no_harm(tmp_path: Path) -> None:
+    """Flags of the last step, of a model that is gone. Of a true interpreter: forks do not take theirs down."""
+    for end in ends_of(tmp_path, "held"):
+        assert (end.code, end.said) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "words"),
+    [
+        ("killed", -signal.SIGKILL, "rank 0 has died"),
+        ("interrupted", -signal.SIGINT, "rank 0 "),
+    ],
+)
+def test_whoever_held_the_store_is_named_after_its_end(mode: str, code: int, words: str, tmp_path: Path) -> None:
+    first, last = run_warm(ends_of, tmp_path, mode)
+    assert first.code == code
+    assert last.code == 1 and words in last.said and "LAM-H" in last.said and last.said.count("Traceback") == 1
+    assert last.seconds < LIMIT_S and "frame #" not in last.said
+
+
+def test_whoever_holds_the_store_is_named_while_it_is_stopped(tmp_path: Path) -> None:
+    (end,) = run_warm(ends_of, tmp_path, "stopped", (1,))
+    assert end.code == 1 and "rank 0 is stopped" in end.said and end.said.count("Traceback") == 1
