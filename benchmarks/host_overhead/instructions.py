@@ -53,11 +53,12 @@ def steps_of(name: str, parameters: int) -> None:
     os._exit(0)
 
 
-def count(name: str, parameters: int) -> int:
+def count(name: str, options: argparse.Namespace) -> int:
     """Of one contestant's steps."""
     with tempfile.TemporaryDirectory() as folder:
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/out"]
-        command = [*valgrind, sys.executable, __file__, "--child", name, "--parameters", str(parameters)]
+        command = [*valgrind, sys.executable, __file__, "--child", name]
+        command += ["--parameters", str(options.parameters), "--units", str(options.units)]
         said = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, capture_output=True, text=True)
     found = re.search(r"Collected : (\d+)", said.stderr)
     if found is None:
@@ -68,12 +69,14 @@ def count(name: str, parameters: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parameters", type=int, default=9, help="a unit")
+    parser.add_argument("--units", type=int, default=run.UNITS)
     parser.add_argument("--save", type=Path, default=None, help="write the figures as JSON")
     parser.add_argument("--child", default="", help="for this script itself")
     options = parser.parse_args()
+    run.UNITS = options.units
     if options.child:
         steps_of(options.child, options.parameters)
-    counts = {name: count(name, options.parameters) for name in CONTESTANTS}
+    counts = {name: count(name, options) for name in CONTESTANTS}
     lamina_adds, fsdp2_adds = counts["lamina"] - counts["plain"], counts["FSDP2"] - counts["plain"]
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {options.parameters} parameters a unit")
     print(f"millions in {COUNTED} steps of {run.UNITS} units: plain {counts['plain'] / 1e6:.1f}, lamina adds")

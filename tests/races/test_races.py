@@ -18,6 +18,7 @@ from races.waits import wait_at, waits_in_source
 PATCHES = Path(__file__).with_name("patches")
 FAULTS = {  # and a drill that comes by it
     "edit-beside-cast": "slots=1",
+    "emptied-slot-not-awaited": "slots=1",
     "failed-backward-goes-on": "zero2",
     "failed-use-forgotten": "slots=1",
     "resized-beside-gather": "nested",

@@ -63,6 +63,16 @@ class DebugMode:
     enabled: bool = False
 
 
+class _Nobody(dict["Slot", None]):
+    """Where slots are noted that share bytes with no other: they would only hold themselves."""
+
+    def __setitem__(self, slot: Slot, value: None) -> None:
+        pass
+
+
+_ALONE = _Nobody()
+
+
 class Slot:
     """Bytes into which one unit is gathered, and the full parameters that are views of them."""
 
@@ -72,7 +82,8 @@ class Slot:
         self.home = home  # False: an overflow slot, whose memory comes and goes
         self.state = EMPTY
         self.pins = 0  # uses that read it now
-        self.shares: tuple[Slot, ...] = ()  # home slots with bytes in common
+        self.shares: frozenset[Slot] = frozenset()  # home slots with bytes in common
+        self.busy: dict[Slot, None] = _ALONE  # of the arena: whoever writes bytes in common looks at these; see `to`
         self.freed: Mark | None = None  # work that must end before the bytes are written again
         self.ready: Mark | None = None  # the gather that filled it
         self.segments = segment_views(layout, buffer)
@@ -102,15 +113,22 @@ class Slot:
         return self.state in WEIGHTY
 
     def to(self, state: SlotState) -> None:
-        """The only writer of `state`."""
+        """The only writer of `state`.
+
+        A slot that holds something is in `busy` from then on until another one has taken its bytes, and has waited for
+        the work that read them: so few of all that share bytes are looked at.
+        """
         if DebugMode.enabled:
             self._check(state)
         if state is WEIGHTS:
             if not self.has_version:
                 _set_versions((self._counter,), (self.version,))
                 self.has_version = True
-        elif self.has_version and self.is_saved and state is not GATHERING:
-            self._hide_version()
+        else:
+            if state is not EMPTY:
+                self.busy[self] = None
+            if self.has_version and self.is_saved and state is not GATHERING:
+                self._hide_version()
         self.state = state
 
     def _hide_version(self) -> None:
@@ -152,7 +170,8 @@ class Slot:
 
     def retire(self) -> None:
         """Nothing will be gathered into it any more. Graphs that have saved `fulls` may still be there."""
-        self.shares = ()
+        self.busy.pop(self, None)
+        self.shares, self.busy = frozenset(), _ALONE
         if not self.is_saved:
             return
         if self.has_version:

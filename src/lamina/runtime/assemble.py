@@ -280,9 +280,13 @@ def place_slots(units: Sequence[Unit], packing: Packing, device: torch.device) -
     placed = [unit for unit in units if not unit.plain]
     for unit, offset in zip(placed, packing.offsets_bytes, strict=True):
         unit.slot = Slot(unit.layout, arena[offset : offset + unit.layout.buffer_bytes])
+    busy: dict[Slot, None] = {}
     for number, unit in enumerate(placed):
         assert unit.slot is not None
-        unit.slot.shares = tuple(s for c in packing.conflicts(number) if (s := placed[c].slot) is not None)
+        unit.slot.shares = frozenset(s for c in packing.conflicts(number) if (s := placed[c].slot) is not None)
+        if unit.slot.shares:
+            unit.slot.busy = busy
+            busy[unit.slot] = None  # debug mode has written to it
     return arena
 
 

@@ -57,8 +57,8 @@ class Residency:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
         if slot is None or (slot.pins and slot.state is WEIGHTS):
             return False  # the same weights, in use
-        for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
-            if other.pins:
+        for other in slot.busy:  # noqa: SIM110  # a generator costs more than this loop
+            if other.pins and other in slot.shares:
                 return True
         return False
 
@@ -114,9 +114,10 @@ class Residency:
             self.gatherer.finish(slot)
         if slot.state is WEIGHTS:
             return slot
-        if any(other.pins or (other.state is not EMPTY and not _is_left(other)) for other in slot.shares):
+        others = [other for other in slot.busy if other in slot.shares]
+        if any(other.pins or (other.state is not EMPTY and not _is_left(other)) for other in others):
             return None
-        for other in slot.shares:
+        for other in others:
             if other.state is WEIGHTS:
                 other.to(EMPTY)
         return slot
@@ -143,13 +144,15 @@ class Residency:
     def _is_blocked(self, slot: Slot) -> bool:
         if slot.state is GRADS:
             return True
-        for other in slot.shares:  # noqa: SIM110  # a generator costs more than this loop
-            if other.pins or other.state is GRADS:
+        for other in slot.busy:  # noqa: SIM110  # a generator costs more than this loop
+            if (other.pins or other.state is GRADS) and other in slot.shares:
                 return True
         return False
 
     def _evict_sharing(self, slot: Slot) -> None:
-        for other in slot.shares:
+        for other in tuple(slot.busy):
+            if other not in slot.shares:
+                continue
             if other.state is not EMPTY:
                 if other.state is GATHERING:
                     self.gatherer.finish(other)
@@ -157,6 +160,7 @@ class Residency:
             if other.freed is not None:
                 self.lanes.gather.wait(other.freed)
                 other.freed = None  # whoever writes there next does it on this lane, or waits for it
+            del slot.busy[other]
 
     def _copy(self, unit: Unit, source: Slot, target: Slot) -> None:
         self.gatherer.finish(source)
