@@ -47,6 +47,16 @@ def test_no_two_units_that_live_together_share_a_byte(demands: list[Demand], slo
 
 
 @given(DEMANDS, SLOTS)
+@settings(max_examples=150, deadline=None)
+def test_apart_no_two_units_share_a_byte(demands: list[Demand], slots: int) -> None:
+    packing = pack(demands, slots).apart()
+    packing.check()
+    spans = [(start, start + d.size_bytes) for start, d in zip(packing.offsets_bytes, demands, strict=True)]
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert all(end <= packing.total_bytes for _, end in spans)
+
+
+@given(DEMANDS, SLOTS)
 @settings(max_examples=100, deadline=None)
 def test_total_is_between_the_largest_window_and_the_sum(demands: list[Demand], slots: int) -> None:
     packing = pack(demands, slots)

@@ -115,6 +115,30 @@ def test_storages_are_moved_and_given_back_as_on_cuda() -> None:
     run_ranks(1, storages)
 
 
+def laid_over() -> None:
+    def work(watch: Watch, own: lanes.Lanes) -> None:
+        memory = torch.zeros(8)
+        over = torch.from_dlpack(memory[2:6])
+        over[1:3].mul_(2)
+        memory.add_(1)
+        del over
+        other = torch.ones(4)
+        other.mul_(2)
+        del memory, other
+        watch.flush()
+
+    events = seen_by(work).events
+    product, total = (next(e for e in events if isinstance(e, Access) and e.what == what) for what in ("mul_", "add_"))
+    assert product.block == total.block and (product.start, product.stop) == (12, 20)
+    last = next(e for e in reversed(events) if isinstance(e, Access))
+    assert last.block != product.block and last.start == 0
+    assert sum(isinstance(event, GivenBack) for event in events) == 2
+
+
+def test_a_storage_over_the_memory_of_another_is_a_part_of_it() -> None:
+    run_ranks(1, laid_over)
+
+
 def test_nothing_stays_patched() -> None:
     before = lanes.torch, torch.UntypedStorage.resize_, torch.Tensor.record_stream, lanes.StreamLane.wait
     run_ranks(1, trace_here, work_on_nothing)

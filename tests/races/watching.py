@@ -9,6 +9,7 @@ Note [As on a GPU]
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import weakref
 import zlib
@@ -115,6 +116,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.trace, self.cuda = trace, FakeCuda(trace)
         self.blocks: dict[int, tuple[weakref.ref[Any], int]] = {}  # by the storage's address
+        self.aliases: dict[int, int] = {}  # where storages over other's memory begin in it, by their address
         self.block_count = 0
         self.dead: deque[tuple[int, int]] = deque()
         self.signatures: dict[Any, Signature] = {}
@@ -160,8 +162,9 @@ class Watch(TorchDispatchMode):
             return
         start, stop = span_of(tensor)
         if start < stop:
-            block = self.block_of(tensor.untyped_storage())
-            self.trace.events.append(Access(self.cuda.current.name, block, start, stop, writes, what, stack))
+            storage = tensor.untyped_storage()
+            block, at = self.block_of(storage), self.aliases.get(storage._cdata, 0)
+            self.trace.events.append(Access(self.cuda.current.name, block, at + start, at + stop, writes, what, stack))
 
     def take(self, tensor: Tensor, signature: Signature, stack: Any) -> None:
         """What an operation has returned: memory that it has taken and written, unless it is known already."""
@@ -183,11 +186,31 @@ class Watch(TorchDispatchMode):
         known = self.blocks.get(address)
         if known is not None and not renew:
             return known[1]
+        self.aliases.pop(address, None)
+        if not renew and (found := self.memory_of(storage)) is not None:
+            number, self.aliases[address] = found
+            self.blocks[address] = weakref.ref(storage, functools.partial(self.forget_alias, address)), number
+            return number
         self.block_count += 1
         number, dead = self.block_count * dist.get_world_size() + self.trace.rank, self.dead
         gone = weakref.ref(storage, lambda _: dead.append((address, number)))
         self.blocks[address] = gone, number
         return number
+
+    def memory_of(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+        """Of one that is laid over another's memory: the number of that, and where it begins there."""
+        for known, number in self.blocks.values():
+            other = known()
+            if other is None or other._cdata in self.aliases or not storage.nbytes():
+                continue
+            start = storage.data_ptr() - other.data_ptr()
+            if 0 <= start < other.nbytes():
+                return number, start
+        return None
+
+    def forget_alias(self, address: int, reference: weakref.ref[Any]) -> None:
+        if self.blocks.get(address, (None, 0))[0] is reference:
+            del self.blocks[address], self.aliases[address]
 
     def share(self, tensor: Tensor, path: str) -> None:
         """Memory that all ranks map: its number is theirs, too."""

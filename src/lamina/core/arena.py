@@ -9,6 +9,7 @@ Pure: no device. `check()` is the law.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,12 @@ class Packing:
         begin, end = self._span(unit)
         spans = [self._span(other) for other in range(len(self.demands))]
         return tuple(other for other, (b, e) in enumerate(spans) if other != unit and b < end and begin < e)
+
+    def apart(self) -> Packing:
+        """The same demands, of which no two share bytes."""
+        sizes = [round_up(demand.size_bytes, SEGMENT_ALIGNMENT_BYTES) for demand in self.demands]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return Packing(self.demands, tuple(ends[:-1]), ends[-1], max(1, len(self.demands)))
 
     def _span(self, unit: int) -> tuple[int, int]:
         return self.offsets_bytes[unit], self.offsets_bytes[unit] + self.demands[unit].size_bytes

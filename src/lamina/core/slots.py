@@ -29,8 +29,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from lamina.core.full_parameter import Keepers, bind
+from lamina.core.full_parameter import bind
+from lamina.core.keepers import Keepers
 from lamina.core.lanes import Mark, running_stream
 from lamina.core.layout import UnitLayout
 from lamina.errors import StateError
@@ -58,7 +60,7 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 
 
 class DebugMode:
-    """Whether freed slots are filled with NaN and every transition is checked."""
+    """Whether units share no memory, freed slots are filled with NaN, and every transition is checked."""
 
     enabled: bool = False
 
@@ -87,16 +89,16 @@ class Slot:
         self.freed: Mark | None = None  # work that must end before the bytes are written again
         self.ready: Mark | None = None  # the gather that filled it
         self.segments = segment_views(layout, buffer)
-        self.views = [
-            segment[start : start + spec.numel].view(spec.shape)
-            for segment, plan in zip(self.segments, layout.segments, strict=True)
-            for start, spec in zip(plan.starts, plan.params, strict=True)
-        ]
+        self.views = parameter_views(layout, self.segments)
         self._counter = torch.empty(0, device=buffer.device)  # of versions; nothing but `fulls` shares it
+        seen = segment_views(layout, in_own_storage(buffer)) if home else self.segments
         self.fulls = [
-            bind(view, spec.trainable, self._counter) for view, spec in zip(self.views, layout.params, strict=True)
+            bind(view, spec.trainable, self._counter)
+            for view, spec in zip(parameter_views(layout, seen), layout.params, strict=True)
         ]
-        self.keepers = Keepers(self.fulls)
+        self.storage = seen[0].untyped_storage()._cdata if seen else 0  # of `fulls`: at home nothing else lies in it
+        del seen
+        self.keepers = Keepers(self.fulls, self.storage, buffer)
         self.version = self.count_writes()  # of `fulls` as long as nobody has written to them
         self.given_back = next(_versions_given_back)  # their version while the weights are not here
         self.is_saved = False  # whether graphs may have saved `fulls`
@@ -200,6 +202,22 @@ def segment_views(layout: UnitLayout, buffer: Tensor) -> list[Tensor]:
     return [
         buffer[offset : offset + segment.compute_bytes].view(segment.compute)
         for segment, offset in zip(layout.segments, layout.offsets_bytes, strict=True)
+    ]
+
+
+def in_own_storage(buffer: Tensor) -> Tensor:
+    """The same bytes, in a storage that holds the memory but no tensor of ours: kept graphs hold it."""
+    bare = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+    bare.set_(buffer.untyped_storage(), buffer.storage_offset(), buffer.shape)  # type: ignore[call-overload]
+    return from_dlpack(to_dlpack(bare))
+
+
+def parameter_views(layout: UnitLayout, segments: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a unit's parameters, in their shapes."""
+    return [
+        segment[start : start + spec.numel].view(spec.shape)
+        for segment, plan in zip(segments, layout.segments, strict=True)
+        for start, spec in zip(plan.starts, plan.params, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ from lamina.core.lanes import Lanes, StreamLane
 from lamina.core.layout import UnitLayout, lay_out, short_dtype
 from lamina.core.mesh import DataMesh
 from lamina.core.shard_tensor import check_unheld
-from lamina.core.slots import Slot
+from lamina.core.slots import DebugMode, Slot
 from lamina.core.strategy import Factors, Level
 from lamina.errors import UsageError
 from lamina.runtime.agreement import broadcast_from_first
@@ -275,10 +275,11 @@ def _forget_flat_weights(modules: dict[str, nn.Module]) -> list[nn.RNNBase]:
 
 
 def place_slots(units: Sequence[Unit], packing: Packing, device: torch.device) -> Tensor:
-    """The arena, and every unit's home in it."""
-    arena = torch.zeros(packing.total_bytes, dtype=torch.uint8, device=device)
+    """The arena, and every unit's home in it; in debug mode what shares bytes by plan has bytes of its own."""
+    places = packing.apart() if DebugMode.enabled else packing
+    arena = torch.zeros(places.total_bytes, dtype=torch.uint8, device=device)
     placed = [unit for unit in units if not unit.plain]
-    for unit, offset in zip(placed, packing.offsets_bytes, strict=True):
+    for unit, offset in zip(placed, places.offsets_bytes, strict=True):
         unit.slot = Slot(unit.layout, arena[offset : offset + unit.layout.buffer_bytes])
     busy: dict[Slot, None] = {}
     for number, unit in enumerate(placed):

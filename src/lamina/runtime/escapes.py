@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
+from lamina.core.full_parameter import Locked
 from lamina.runtime.uses import NODE_HOOKS, nodes_of_outputs, tensors_in
 
 FORWARDS_THAT_LEARN = 3
@@ -115,7 +116,8 @@ class Escapes:
         if not caught and not self._places:
             return []
         kept = [getattr(reference(), name, None) for reference, name in self._places]
-        nodes = dict.fromkeys([*caught, *nodes_of_outputs(tensors_in(kept), ())])
+        left = [tensor for tensor in tensors_in(kept) if not isinstance(tensor, Locked)]
+        nodes = dict.fromkeys([*caught, *nodes_of_outputs(left, ())])
         return [node for node in nodes if node._sequence_nr() >= first_node]
 
     def _learn(self) -> None:
@@ -152,7 +154,7 @@ def _holds_graph(value: Any) -> bool:
     if isinstance(value, _NEVER):
         return False
     is_held = isinstance(value, (Tensor, *_CONTAINERS)) or any(map(_is_held, getattr(value, "__dict__", {}).values()))
-    return is_held and any(tensor.grad_fn is not None for tensor in tensors_in(value))
+    return is_held and any(not isinstance(each, Locked) and each.grad_fn is not None for each in tensors_in(value))
 
 
 def _is_held(value: Any) -> bool:

@@ -334,7 +334,7 @@ class ModuleHooks:
         for _, slot in frame.entered:
             if slot is None:
                 continue
-            owned = slot.buffer.untyped_storage().data_ptr()
+            owned = slot.storage
             for tensor in tensors:
                 if _storage(tensor) == owned:
                     raise StateError(
@@ -364,7 +364,7 @@ def opens_window(module: nn.Module) -> bool:
 
 def _storage(tensor: Tensor) -> int | None:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # tensor types without storage
         return None
 

@@ -85,8 +85,8 @@ class Residency:
         slot.pins -= 1
         if slot.pins == 0:
             slot.freed = self.lanes.compute.mark()
-            if unit.windows == 0:
-                slot.keepers.lock()
+            if unit.windows == 0 and (slot.home or not hold_overflow):
+                slot.keepers.lock(unit.visits.alive)
             if hold_overflow:  # a backward; forwards are looked at where their module's name is known
                 unit.refuse_writes(slot, "during the backward of that unit")
             if not slot.home and not unit.kept and not hold_overflow:
@@ -102,6 +102,8 @@ class Residency:
                 continue
             self.gatherer.finish(slot)
             if slot.state is WEIGHTS and slot.pins == 0:
+                if not slot.home:
+                    slot.keepers.lock(unit.visits.alive)
                 slot.to(EMPTY)
                 slot.drop_memory()
 
@@ -133,6 +135,7 @@ class Residency:
             for slot in unit.slots:
                 if slot.pins:
                     slot.pins, slot.freed = 0, self.lanes.compute.mark()
+                    slot.keepers.lock(unit.visits.alive)
                 for full in slot.fulls:
                     full.grad = None
                 self.gatherer.finish(slot)

@@ -86,7 +86,10 @@ def _units_of(targets: Sequence[nn.Module | Tensor]) -> list[tuple[Runtime, list
 
 
 def debug(enabled: bool = True) -> None:
-    """Fill freed slots with NaN and check every transition of a slot; for models that are sharded afterwards."""
+    """Give units memory of their own, fill it with NaN when it is freed, and check every transition of a slot.
+
+    For models that are sharded afterwards.
+    """
     DebugMode.enabled = enabled
 
 
