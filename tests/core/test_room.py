@@ -49,3 +49,19 @@ def test_none_where_masters_that_are_halved_leave_some() -> None:
 def test_more_where_all_blocks_are_recomputed() -> None:
     for recompute in ("full", 1, 2):
         run_ranks(2, trains_and_evaluates, "zero3", "", recompute)
+
+
+def nothing_to_train(ignore: tuple[str, ...]) -> list[float]:
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.ReLU())
+    lamina.shard(model, start="broadcast", ignore=ignore)
+    own = RUNTIMES[model].engine.gradients
+    own.gives_back, own.room_part = True, 0.5
+    asked: list[float] = []
+    with patch.object(gradients, "make_room", lambda part, sizes_bytes, _: asked.append(part * sum(sizes_bytes))):
+        model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    return asked
+
+
+def test_none_where_nothing_trains_or_there_is_no_unit() -> None:
+    for ignore in ((), ("0",)):
+        assert run_ranks(2, nothing_to_train, ignore) == [[], []]

@@ -115,7 +115,8 @@ class Gradients:
             units = [unit for unit in self.units if any(param.requires_grad for param in unit.params)]
             segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
             sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
-            make_room(part, sizes_bytes, self.units[0].mesh.device)
+            if units:
+                make_room(part, sizes_bytes, units[0].mesh.device)
         for unit in self.units:
             unit.gradients.give_back()
 
