@@ -135,7 +135,7 @@ class Residency:
             for slot in unit.slots:
                 if slot.pins:
                     slot.pins, slot.freed = 0, self.lanes.compute.mark()
-                    slot.keepers.lock(unit.visits.alive)
+                slot.keepers.lock(unit.visits.alive)
                 for full in slot.fulls:
                     full.grad = None
                 self.gatherer.finish(slot)
