@@ -1,4 +1,4 @@
-"""How processes end without a launcher that holds the store: whoever ends first, the others end too, and in peace.
+"""How processes end, and begin again: whoever ends first, the others end too, and in peace.
 
 Interpreters of their own where their end is the matter, else forks (forked_programs.py).
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from forked_programs import run_warm
 
@@ -32,7 +33,8 @@ import lamina
 from lamina.core import control, watch
 
 torch.set_num_threads(1)
-watch.configure(watch.Limits(silent_s=1.2, proof_s=0.4, stopped_s=0.8, grace_s=0.4, beat_s=0.2))
+if mode != "late":
+    watch.configure(watch.Limits(silent_s=1.2, proof_s=0.4, stopped_s=0.8, grace_s=0.4, beat_s=0.2))
 
 
 def step(model):
@@ -40,7 +42,51 @@ def step(model):
     model.zero_grad()
 
 
+def one_process(steps):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        sum(model(torch.full((2, 8), 1.0 + r, dtype=torch.float64)).square().mean() / 2 for r in range(2)).backward()
+        optimizer.step(), optimizer.zero_grad()
+    return model
+
+
+def fails(act):
+    try:
+        act()
+    except lamina.errors.StateError as error:
+        assert "destroy_process_group" in str(error), error
+        return True
+    return False
+
+
+def again():
+    kept = []
+    for number in range(4):
+        torch.manual_seed(0)
+        model = lamina.shard(torch.nn.Linear(8, 8, dtype=torch.float64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        x = torch.full((2, 8), 1.0 + rank, dtype=torch.float64)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+        for param, plain in zip(model.parameters(), one_process(2).parameters()):
+            assert torch.allclose(param.full(), plain, rtol=0, atol=1e-10)
+        loss = model(x).sum()
+        if number % 2:
+            kept.append((model, loss))
+        for old, lost in kept[:-1] if number % 2 else kept:
+            uses = [lambda: old(x), lost.backward, old.weight.full, old.weight.norm, lambda: lamina.save("old", old)]
+            assert all(map(fails, uses)), number
+        dist.destroy_process_group()
+    assert fails(lambda: kept[0][0](x))
+    time.sleep(1.0 - rank)  # torch complains where a word to the store is under way as that ends
+
+
 def main():
+    if mode == "again":
+        return again()
     torch.manual_seed(0)
     model = lamina.shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), units=[torch.nn.Linear])
     step(model), step(model)
@@ -66,13 +112,20 @@ class End(NamedTuple):
     seconds: float  # after the first one
 
 
-def ends_of(folder: Path, mode: str, watched: tuple[int, ...] = (0, 1)) -> list[End]:
-    """Ranks without a launcher, as they end; those that are not watched are killed then."""
+def ends_of(folder: Path, mode: str, watched: tuple[int, ...] = (0, 1), launcher: bool = False) -> list[End]:
+    """Ranks as they end; those that are not watched are killed then.
+
+    Args:
+        launcher: this process holds the store, as torchrun does. Else rank 0 does.
+    """
     (folder / "train.py").write_text(PROGRAM)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
+    held = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False) if launcher else None
     common = os.environ | {"PYTHONPATH": SOURCE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    if held is not None:
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = []
     for rank in (0, 1):
         with open(folder / f"said {rank}", "w") as output:
@@ -122,3 +175,10 @@ def test_whoever_held_the_store_is_named_after_its_end(mode: str, code: int, wor
 def test_whoever_holds_the_store_is_named_while_it_is_stopped(tmp_path: Path) -> None:
     (end,) = run_warm(ends_of, tmp_path, "stopped", (1,))
     assert end.code == 1 and "rank 0 is stopped" in end.said and end.said.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("launcher", [False, True])
+def test_a_process_trains_again(launcher: bool, tmp_path: Path) -> None:
+    """In a default group after the first: torch's names begin anew, and the store has its old addresses."""
+    for end in run_warm(ends_of, tmp_path, "again", (0, 1), launcher):
+        assert (end.code, end.said) == (0, "")

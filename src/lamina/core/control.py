@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 
 from lamina.core import terminal, watch
 from lamina.core.forked import refuse_in_fork
+from lamina.core.group_sets import refuse_destroyed
 from lamina.core.watch_evidence import call_site
 from lamina.core.watch_judge import cure_of, name_ranks
 from lamina.core.watch_sever import disagreement
@@ -116,6 +117,7 @@ class Control:
     def begin(self, phase: int, mode: str, kind: str, grad: bool, entry: str) -> None:
         """A phase begins; `grad` as in its key: of a backward, whether gradients are complete after it."""
         refuse_in_fork()
+        refuse_destroyed(self.group)
         if kind == "backward":
             self._is_stepped = grad
         elif self._is_stepped and kind == "forward":
@@ -166,6 +168,8 @@ class Control:
         if self.group is None:
             return lambda: [list(values)]
         refuse_in_fork()
+        if self._watch is not None:  # else of a save in the background: one that is under way ends
+            refuse_destroyed(self.group)
         heading = [zlib.crc32((about or self.about).encode()), len(values)]
 
         def begin(part: Sequence[int]) -> Callable[[], Tensor]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from lamina.core import watch
 from lamina.core.watch_evidence import issued_on
-from lamina.errors import TransportError
+from lamina.errors import StateError, TransportError
 
 GROUPS_A_MODEL = 5  # of zero3 over collectives
 FILES_A_GROUP = 3  # of Gloo, and a connection for each rank
@@ -74,6 +74,19 @@ class GroupSet:
             seen = {said[rank].get(_text(key)) for rank in key[1]}
             if len(seen) > 1 or None in seen:
                 del self.made[key]
+
+
+def refuse_destroyed(group: dist.ProcessGroup | None) -> None:
+    """Raise where torch has taken down the groups of a model; called before collectives are issued.
+
+    Gloo would carry them out all the same, as long as the others come too; who does not is not named any more.
+    """
+    if group is not None and group not in dist.distributed_c10d._world.pg_names:
+        raise StateError(
+            "torch.distributed.destroy_process_group() has ended the process groups of this model since lamina.shard() "
+            "took it. Run, gather and save models before; to train again in this process, give a new model to "
+            "lamina.shard(), and lamina.load() what was saved"
+        )
 
 
 class Lease:

@@ -23,6 +23,7 @@ from lamina.core.forked import refuse_in_fork
 from lamina.core.group_sets import GroupSet, Lease, check_files, free_sets, take
 from lamina.core.groups import Group, GroupMaker
 from lamina.core.shard_losses import Share, watch_waiting
+from lamina.core.start_up import DefaultGroups
 from lamina.core.strategy import Factors, Level, Strategy, resolve
 from lamina.errors import StateError, UsageError
 
@@ -86,6 +87,7 @@ def find_data_ranks(mesh: DeviceMesh | None) -> DataRanks:
     if not dist.is_initialized():
         _check_modes()
         return DataRanks((0,), 0, None, None)
+    DefaultGroups.enter()
     door = Door()
     door.try_to(_check_modes)
     ranks, shard_size = door.try_to(lambda: _data_ranks(mesh))

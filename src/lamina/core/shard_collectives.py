@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lamina.core.control import finish
 from lamina.core.forked import refuse_in_fork
+from lamina.core.group_sets import refuse_destroyed
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.uncompiled import refuse_traced, uncompiled
 
@@ -38,6 +39,7 @@ def all_reduce_(value: Tensor, op: dist.ReduceOp.RedOpType, spec: ShardSpec) -> 
     refuse_in_fork()
     refuse_traced(value, spec.name)
     for group in spec.groups:
+        refuse_destroyed(group)
         if group.size() > 1:
             COUNTERS.all_reduces += 1
             finish(
@@ -73,6 +75,7 @@ def gather_flat(local: Tensor, spec: ShardSpec) -> Tensor:
         return local.clone()
     refuse_in_fork()
     group = spec.groups[0] if spec.gathers is None else spec.gathers
+    refuse_destroyed(group)
     COUNTERS.gathers += 1
     whole = torch.empty(spec.numel, dtype=local.dtype, device=local.device)
     item_bytes = local.element_size()

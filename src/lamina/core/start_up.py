@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -26,13 +28,43 @@ def is_held_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+class DefaultGroups:
+    """torch's default groups, one after the other, in which this process has called `shard()`.
+
+    Groups have names, and meet under them in the store. torch counts names anew once the default group is destroyed,
+    and where the store outlives it (a launcher's; rank 0's as long as an old model is alive) ranks find their peers'
+    old addresses there, and wait for ever. So from the second default group on, keys have a prefix of their own.
+    """
+
+    count = 0
+    recent: Callable[[], object | None] = staticmethod(lambda: None)
+
+    @classmethod
+    def store_for_next(cls, store: dist.Store) -> dist.Store:
+        """Where the next default group meets. `store`: as torch's rendezvous hands it out."""
+        return dist.PrefixStore(f"lamina/default {cls.count}", store) if cls.count else store
+
+    @classmethod
+    def enter(cls) -> None:
+        """Groups that are made in the running default group from here on go by keys of their own."""
+        world = dist.distributed_c10d._world
+        group = world.default_pg
+        if group is None or cls.recent() is group:
+            return
+        backend, store = world.pg_map[group]
+        if cls.count:
+            world.pg_map[group] = (backend, dist.PrefixStore(f"lamina/groups {cls.count}", store))
+        cls.count, cls.recent = cls.count + 1, weakref.ref(group)
+
+
 def meet(store: dist.Store, rank: int, world: int) -> None:
     """Return when all ranks have come. `store`: that of the launcher, as torch's rendezvous hands it out.
 
     Raises:
         Disagreement: a rank has returned and will not come.
     """
-    start = _of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    launchers = _of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    start = DefaultGroups.store_for_next(launchers)
     start.set(f"here {rank}", "")
     here, began, notices = start.add("here", 1), time.monotonic(), list(NOTICES_S)
     while here < world:
@@ -40,7 +72,7 @@ def meet(store: dist.Store, rank: int, world: int) -> None:
         waited_s = time.monotonic() - began
         if waited_s > FIRST_LOOK_S:
             missing = [other for other in range(world) if not start.check([f"here {other}"])]
-            gone = [other for other in missing if start.check([f"returned {other}"])]
+            gone = [other for other in missing if launchers.check([f"returned {other}"])]
             if gone:
                 raise Disagreement(
                     f"{name_ranks(gone)} ended without a call that the others wait in: lamina.shard() starts the "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lamina.core.control import finish
 from lamina.core.forked import refuse_in_fork
+from lamina.core.group_sets import refuse_destroyed
 from lamina.core.shard_collectives import COUNTERS
 from lamina.core.shard_optim import cut
 from lamina.core.shard_tensor import Shard
@@ -383,6 +384,7 @@ def _reduced(rows: Tensor, spreads: Sequence[Spread], op: dist.ReduceOp.RedOpTyp
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         refuse_in_fork()
+        refuse_destroyed(group)
         COUNTERS.all_reduces += 1
         finish(dist.all_reduce(values, op=op, group=group, async_op=True), values, "sums the gradients' norm")
 

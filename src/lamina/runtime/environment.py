@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lamina.core.groups import naming_the_network
-from lamina.core.start_up import is_held_by_launcher, meet
+from lamina.core.start_up import DefaultGroups, is_held_by_launcher, meet
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -29,11 +29,10 @@ def initialise_distributed() -> None:
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     with naming_the_network():
-        if not is_held_by_launcher():
-            dist.init_process_group(backend)
-            return
         store, rank, world = next(rendezvous("env://"))
-        meet(store, rank, world)
+        if is_held_by_launcher():
+            meet(store, rank, world)
+        store = DefaultGroups.store_for_next(store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 

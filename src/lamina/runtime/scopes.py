@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lamina.core.control import finish
 from lamina.core.forked import refuse_in_fork
+from lamina.core.group_sets import refuse_destroyed
 from lamina.core.slots import DebugMode
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
@@ -110,6 +111,7 @@ def sum_over_ranks(values: Tensor, doing: str) -> Tensor:
     values, runtime = values.clone(), _recent()
     if runtime is not None and runtime.mesh.sums is not None:
         refuse_in_fork()
+        refuse_destroyed(runtime.mesh.sums)
         values = values.to(runtime.device)
         work = torch.distributed.all_reduce(values, group=runtime.mesh.sums, async_op=True)
         finish(work, values, doing)
