@@ -37,7 +37,7 @@ class Window:
     def __init__(self, entries: Sequence[Entry], params: Sequence[nn.Parameter]) -> None:
         """`params`: the persistent ones, in layout order."""
         self.entries = list(entries)
-        self._params = params
+        self._params = list(params)
         self._shut = self.values(params)  # what is there while it is shut
 
     def values(self, values: Sequence[nn.Parameter]) -> Shown:
