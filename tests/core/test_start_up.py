@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from lamina.core import start_up
-from lamina.errors import Disagreement
+from lamina.errors import Disagreement, TransportError
 
 
 def test_who_waits_says_for_whom_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,3 +56,35 @@ def test_a_restart_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         waiting = pool.submit(start_up.meet, store, 0, 2)
         start_up.meet(store, 1, 2)
         waiting.result(timeout=10)
+
+
+def test_who_waits_for_rank_0s_port_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(start_up, "NOTICES_S", (0.2, 60.0))
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        port, said = held.getsockname()[1], ""
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(start_up._await_port, "127.0.0.1", port, "3")
+            while not said:
+                time.sleep(0.01)
+                said = capfd.readouterr().err
+            held.listen()
+            waiting.result(timeout=10)
+    assert f"rank 3 has waited 0 s for rank 0 to open port {port} of 127.0.0.1" in said
+    assert not capfd.readouterr().err
+
+
+def test_a_port_that_stays_shut_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=0.3))
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        with pytest.raises(TransportError, match="rank 1 has waited .* for rank 0 to open port"):
+            start_up._await_port("127.0.0.1", held.getsockname()[1], "1")
+
+
+def test_variables_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(TransportError, match="MASTER_PORT not set"):
+        start_up.store_of_ranks()

@@ -182,3 +182,31 @@ def test_a_process_trains_again(launcher: bool, tmp_path: Path) -> None:
     """In a default group after the first: torch's names begin anew, and the store has its old addresses."""
     for end in run_warm(ends_of, tmp_path, "again", (0, 1), launcher):
         assert (end.code, end.said) == (0, "")
+
+
+WAITS = """
+import sys, torch, lamina
+sys.stderr.write("asks ")
+sys.stderr.flush()
+lamina.shard(torch.nn.Linear(2, 2))
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_who_waits_for_ranks_that_do_not_come_hears_ctrl_c(rank: str, tmp_path: Path) -> None:
+    """Without a launcher; a rank that waits in torch's own rendezvous hears nothing for half an hour."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": rank, "PYTHONPATH": SOURCE}
+    with (tmp_path / "said").open("w+") as said:
+        process = subprocess.Popen([sys.executable, "-c", WAITS], env=os.environ | variables, stderr=said)
+        try:
+            while "asks" not in (tmp_path / "said").read_text():
+                time.sleep(0.05)
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=LIMIT_S) == -signal.SIGINT
+        finally:
+            process.kill()
+    assert "KeyboardInterrupt" in (tmp_path / "said").read_text()

@@ -1,13 +1,15 @@
-"""Before there is a process group: ranks meet in the launcher's store.
+"""Before there is a process group: ranks meet in a store.
 
-torch waits for the first group's members for half an hour, and names nobody. Where a launcher holds the store
-(torchrun, `lamina.launch`) it is there before any rank asks for a group, so whoever waits can say for whom. That a rank
-will not come at all only `lamina.launch` can know; a rank that is late is waited for.
+torch waits for the first group's members for half an hour, names nobody, and hears no Ctrl-C meanwhile. Where a
+launcher holds the store (torchrun, `lamina.launch`) it is there before any rank asks for a group; where rank 0 does
+(srun, variables set by hand) it waits for nobody, and the others look for it. So whoever waits can say for whom. That a
+rank will not come at all only `lamina.launch` can know; a rank that is late is waited for.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import weakref
@@ -16,9 +18,10 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from lamina.core.control import name_ranks
-from lamina.errors import Disagreement
+from lamina.errors import Disagreement, TransportError
 
 PAUSE_S = 0.02
+ANSWER_S = 2.0  # of a host that is asked for a connection
 NOTICES_S = (10.0, 60.0, 600.0)  # after which those who wait say so
 FIRST_LOOK_S = 0.2  # at who is missing; most waits are over by then
 
@@ -57,8 +60,45 @@ class DefaultGroups:
         cls.count, cls.recent = cls.count + 1, weakref.ref(group)
 
 
+def store_of_ranks() -> tuple[dist.Store, int, int]:
+    """The store that rank 0 holds, by torch's variables, with this rank and how many there are.
+
+    Raises:
+        TransportError: rank 0 has not opened it within torch's time for a group.
+    """
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in variables if name not in os.environ]:
+        raise TransportError(
+            f"{', '.join(missing)} not set, beside RANK: start the ranks by torchrun, or set all of them"
+        )
+    rank, world, host, port = (os.environ[name] for name in variables)
+    if rank != "0":
+        _await_port(host, int(port), rank)
+    limit = dist.distributed_c10d.default_pg_timeout
+    waits = {"wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(host, int(port), int(world), rank == "0", limit, **waits), int(rank), int(world)
+
+
+def _await_port(host: str, port: int, rank: str) -> None:
+    began, notices = time.monotonic(), list(NOTICES_S)
+    limit_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=ANSWER_S).close()
+            return
+        except OSError as error:
+            waited_s, why = time.monotonic() - began, str(error)
+        where = f"rank 0 to open port {port} of {host} (MASTER_PORT, MASTER_ADDR): {why}"
+        if waited_s > limit_s:
+            raise TransportError(f"rank {rank} has waited {waited_s:.0f} s for {where}")
+        if notices and waited_s > notices[0]:
+            del notices[0]
+            print(f"lamina: rank {rank} has waited {waited_s:.0f} s for {where}", file=sys.stderr, flush=True)
+        time.sleep(10 * PAUSE_S)
+
+
 def meet(store: dist.Store, rank: int, world: int) -> None:
-    """Return when all ranks have come. `store`: that of the launcher, as torch's rendezvous hands it out.
+    """Return when all ranks have come. `store`: that of the launcher, as torch's rendezvous hands it out, or rank 0's.
 
     Raises:
         Disagreement: a rank has returned and will not come.

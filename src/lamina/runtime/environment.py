@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lamina.core.groups import naming_the_network
-from lamina.core.start_up import DefaultGroups, is_held_by_launcher, meet
+from lamina.core.start_up import DefaultGroups, is_held_by_launcher, meet, store_of_ranks
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -29,9 +29,8 @@ def initialise_distributed() -> None:
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     with naming_the_network():
-        store, rank, world = next(rendezvous("env://"))
-        if is_held_by_launcher():
-            meet(store, rank, world)
+        store, rank, world = next(rendezvous("env://")) if is_held_by_launcher() else store_of_ranks()
+        meet(store, rank, world)
         store = DefaultGroups.store_for_next(store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
