@@ -185,7 +185,8 @@ def test_a_process_trains_again(launcher: bool, tmp_path: Path) -> None:
 
 
 WAITS = """
-import sys, torch, lamina
+import signal, sys, torch, lamina
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background it is ignored
 sys.stderr.write("asks ")
 sys.stderr.flush()
 lamina.shard(torch.nn.Linear(2, 2))
