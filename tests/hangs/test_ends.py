@@ -34,7 +34,8 @@ from lamina.core import control, watch
 
 torch.set_num_threads(1)
 if mode != "late":
-    watch.configure(watch.Limits(silent_s=1.2, proof_s=0.4, stopped_s=0.8, grace_s=0.4, beat_s=0.2))
+    beat_s = 5.0 if mode in ("killed", "interrupted") else 0.2  # no word is under way when rank 0 ends
+    watch.configure(watch.Limits(silent_s=1.2, proof_s=0.4, stopped_s=0.8, grace_s=0.4, beat_s=beat_s))
 
 
 def step(model):
@@ -93,6 +94,8 @@ def main():
     if mode == "held" and rank == 1:
         send = control.Flags._send
         control.Flags._send = lambda *given: (time.sleep(1.8), send(*given))[1]
+    if mode in ("killed", "interrupted") and rank == 0:
+        time.sleep(0.3)  # the first reports have been answered, and rank 1 does not ask for the others yet
     if mode in ("killed", "stopped") and rank == 0:
         os.kill(os.getpid(), signal.SIGKILL if mode == "killed" else signal.SIGSTOP)
     if mode == "interrupted" and rank == 0:

@@ -13,7 +13,7 @@ def work():
     import torch.distributed as dist
 
     import lamina
-    from lamina.core import watch
+    from lamina.core.teardown import on_teardown
 
     model = lamina.shard(torch.nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
@@ -24,7 +24,7 @@ def work():
         freed.append(time.monotonic() - began)
         held.release()
 
-    watch.on_teardown(free)
+    on_teardown(free)
     if {waits}:
         dist.distributed_c10d._unregister_all_process_groups = held.acquire  # in torch's, by a call in C, as NCCL's
     began = time.monotonic()

@@ -26,11 +26,6 @@ NOTICES_S = (10.0, 60.0, 600.0)  # after which those who wait say so
 FIRST_LOOK_S = 0.2  # at who is missing; most waits are over by then
 
 
-def is_held_by_launcher() -> bool:
-    """Whether the store of torch's variables is there before the ranks are."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 class DefaultGroups:
     """torch's default groups, one after the other, in which this process has called `shard()`.
 

@@ -32,7 +32,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from lamina.core.watch_board import Board, answers
+from lamina.core import teardown
+from lamina.core.watch_board import Board, answers, is_held_by_launcher
 from lamina.core.watch_evidence import Frames, Identity, Neighbours, frames_of, group_counts
 from lamina.core.watch_judge import DIED, STOPPED, GroupCount, Limits, Report, Verdict, Wait, describe
 from lamina.core.watch_sever import abort_groups, connections, raise_in, sever
@@ -40,9 +41,11 @@ from lamina.core.watch_sever import abort_groups, connections, raise_in, sever
 FIRST_POLL = datetime.timedelta(seconds=1.0)  # waits shorter than this leave no trace
 BEATS_TO_MEET = 30  # after so many reports all ranks of this host have registered
 SHORT_PAUSE_S = 0.05
-TEARDOWN = "destroy_process_group"
 TEARDOWN_S = 5  # that a process whose ranks have parted may take to end
 NAMING_S = 5.0  # how long to look for the rank that broke a connection
+QUIET_S = (
+    1.0  # of it: rank 0, if it holds the store, may be about to end, and torch would print the stack of a word to it
+)
 NEXT_POLL = datetime.timedelta(seconds=0.25)
 
 
@@ -105,7 +108,7 @@ class Watch:
         self._process = os.getpid()
         self._identity = Identity.own()
         self.neighbours = Neighbours()
-        self._helped = 0  # the number of the teardown that was
+        self._quiet_until = 0.0  # monotonic; nothing is sent to the store until then
         self._still: Blocked | None = None
         self._blocked: Blocked | None = None  # the same, if it is blocked
         self._groups: dict[str, GroupCount] = {}
@@ -170,6 +173,8 @@ class Watch:
     def find_cause(self, waiting: Waiting, words: str) -> Verdict:
         """A connection broke: who is gone? Whoever ends says so or leaves a trace, within a moment."""
         deadline = time.monotonic() + NAMING_S
+        if not is_held_by_launcher():
+            self._quiet_until = time.monotonic() + QUIET_S
         while time.monotonic() < deadline:
             self._hurry()
             verdict = self.verdict_on(waiting)
@@ -216,20 +221,13 @@ class Watch:
         if before is None or frames is None or before.frames != frames or before.groups != groups:
             self._still = None if frames is None else Blocked(time.time_ns(), time.monotonic(), frames, groups)
         self._blocked = self._still if self._still is not None and self._is_blocked(self._still) else None
-        if self._still is before and before is not None and before.frames.call == TEARDOWN:
-            self._help_teardown(before)
+        if self._still is before and before is not None and before.frames.call == teardown.CALL:
+            teardown.help_once(before.number)
         if self._current() is not None:
             self.neighbours.look(self.limits.stopped_s)
             self._judge_alone()
         if self._cut is not None:
             self._cut_off(*self._cut)
-
-    def _help_teardown(self, still: Blocked) -> None:
-        """In threads of their own: what they wait for may never come."""
-        if still.number != self._helped:
-            self._helped = still.number
-            for act in _in_teardown:
-                threading.Thread(target=act, name="lamina-teardown", daemon=True).start()
 
     def _count(self) -> dict[str, GroupCount]:
         """Collectives issued on each group, those that are gone included."""
@@ -293,6 +291,9 @@ class Watch:
             self._sent.set()
             return
         try:
+            if time.monotonic() < self._quiet_until:
+                self.board.look_for_end()
+                return
             self._exchange()
             self._answered_at = time.monotonic()
         except dist.DistNetworkError:
@@ -383,7 +384,6 @@ class Watch:
 limits = Limits()
 _watch: Watch | None = None
 _started: list[Callable[[Watch], None]] = []  # called with each watch that starts
-_in_teardown: list[Callable[[], None]] = []  # called where torch waits while it destroys groups
 
 
 def current() -> Watch | None:
@@ -403,11 +403,6 @@ def configure(chosen: Limits) -> None:
 def on_start(act: Callable[[Watch], None]) -> None:
     """Call `act` with each watch that starts."""
     _started.append(act)
-
-
-def on_teardown(act: Callable[[], None]) -> None:
-    """Call `act` in a thread of its own where `destroy_process_group()` does not return: it frees what holds groups."""
-    _in_teardown.append(act)
 
 
 def start(control: Watched | None = None) -> Watch:

@@ -28,6 +28,11 @@ KNOCK_S = 0.5
 GONE = "the process that held the ranks' store (rank 0, or the launcher) has ended"
 
 
+def is_held_by_launcher() -> bool:
+    """Whether the store of torch's variables is there before the ranks are, and after them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 class Line:
     """A connection of one's own to the ranks' store, looked at before it is used.
 
@@ -67,6 +72,10 @@ class Board:
     @property
     def _store(self) -> Any:
         return self._line.store
+
+    def look_for_end(self) -> None:
+        """Raise DistNetworkError if whoever held the store has ended. Sends nothing."""
+        assert self._line.store is not None
 
     def register(self, identity: Identity) -> None:
         self._store.set(f"who/{self.rank}", json.dumps(vars(identity)))

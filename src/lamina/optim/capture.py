@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from lamina.core import watch
+from lamina.core.teardown import on_teardown
 from lamina.errors import StateError, UsageError
 from lamina.optim.adamw import AdamW
 from lamina.runtime.assemble import RUNTIMES, Runtime
@@ -350,4 +350,4 @@ def _mark_changed(runtime: Runtime) -> None:
         unit.dirty.mark()
 
 
-watch.on_teardown(_release_all)
+on_teardown(_release_all)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lamina.core.groups import naming_the_network
-from lamina.core.start_up import DefaultGroups, is_held_by_launcher, meet, store_of_ranks
+from lamina.core.start_up import DefaultGroups, meet, store_of_ranks
+from lamina.core.watch_board import is_held_by_launcher
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
