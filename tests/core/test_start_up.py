@@ -82,6 +82,13 @@ def test_a_port_that_stays_shut_is_an_error_in_the_end(monkeypatch: pytest.Monke
             start_up._await_port("127.0.0.1", held.getsockname()[1], "1")
 
 
+def test_ranks_that_do_not_come_are_named_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_up, "FIRST_LOOK_S", 0.1)
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=0.3))
+    with pytest.raises(Disagreement, match="rank 1 has waited .* for ranks 0, 2 to call lamina.shard"):
+        start_up.meet(dist.HashStore(), 1, 3)
+
+
 def test_variables_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from lamina.core.control import name_ranks
+from lamina.core.watch_board import is_held_by_launcher
 from lamina.errors import Disagreement, TransportError
 
 PAUSE_S = 0.02
@@ -74,9 +75,13 @@ def store_of_ranks() -> tuple[dist.Store, int, int]:
     return dist.TCPStore(host, int(port), int(world), rank == "0", limit, **waits), int(rank), int(world)
 
 
+def _limit_s() -> float:
+    """How long torch waits for the members of a group."""
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
 def _await_port(host: str, port: int, rank: str) -> None:
     began, notices = time.monotonic(), list(NOTICES_S)
-    limit_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
     while True:
         try:
             socket.create_connection((host, port), timeout=ANSWER_S).close()
@@ -84,7 +89,7 @@ def _await_port(host: str, port: int, rank: str) -> None:
         except OSError as error:
             waited_s, why = time.monotonic() - began, str(error)
         where = f"rank 0 to open port {port} of {host} (MASTER_PORT, MASTER_ADDR): {why}"
-        if waited_s > limit_s:
+        if waited_s > _limit_s():
             raise TransportError(f"rank {rank} has waited {waited_s:.0f} s for {where}")
         if notices and waited_s > notices[0]:
             del notices[0]
@@ -96,7 +101,8 @@ def meet(store: dist.Store, rank: int, world: int) -> None:
     """Return when all ranks have come. `store`: that of the launcher, as torch's rendezvous hands it out, or rank 0's.
 
     Raises:
-        Disagreement: a rank has returned and will not come.
+        Disagreement: a rank has returned and will not come, or, where no launcher could end those who wait, has not
+            come within torch's time for a group.
     """
     launchers = _of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     start = DefaultGroups.store_for_next(launchers)
@@ -112,6 +118,11 @@ def meet(store: dist.Store, rank: int, world: int) -> None:
                 raise Disagreement(
                     f"{name_ranks(gone)} ended without a call that the others wait in: lamina.shard() starts the "
                     "process group, and every rank has to call it. Is it inside `if rank == 0:`?"
+                )
+            if missing and waited_s > _limit_s() and not is_held_by_launcher():
+                raise Disagreement(
+                    f"rank {rank} has waited {waited_s:.0f} s for {name_ranks(missing)} to call lamina.shard(), which "
+                    "starts the process group: do they run, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE?"
                 )
             if notices and waited_s > notices[0] and missing and min(set(range(world)).difference(missing)) == rank:
                 del notices[0]
