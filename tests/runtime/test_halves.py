@@ -101,8 +101,8 @@ def make(halves: bool, strategy: Any = "zero3", shard: Callable[..., nn.Module] 
     return model
 
 
-def publish_ties_away(model: nn.Module) -> None:
-    """In a model that keeps its masters whole; all else stays torch's cast."""
+def publish_ties_away(model: nn.Module, twin: nn.Module | None = None) -> None:
+    """In a model that keeps its masters whole; all else stays torch's cast. `twin`: only where it has halves."""
     runtime = runtime_of(model)
     gatherer: Any = runtime.engine.gatherer
     before = gatherer._cast
@@ -111,7 +111,7 @@ def publish_ties_away(model: nn.Module) -> None:
         before(units)
         for unit in units:
             for number, segment in enumerate(unit.layout.segments):
-                if may_be_halved(segment):
+                if may_be_halved(segment) if twin is None else number in runtime_of(twin).units[unit.index].halved:
                     master = unit.masters[number]
                     halve(master, unit.published[number], torch.empty_like(master, dtype=torch.int16))
 
@@ -277,7 +277,7 @@ def copies() -> list[str]:
     model, optimizer = trained(True)
     wrong, before = [], bits_of(model)
     with pytest.raises(UsageError, match="does not record"):
-        capture._refuse_halves()  # what a captured step asks first, on GPUs
+        capture.keep_masters_whole()  # what a captured step does first, on GPUs
     twin = copy.deepcopy(model)
     x = batch(7, dist.get_rank(), torch.float32)
     if not torch.equal(twin(x), model(x)) or not all(map(torch.equal, bits_of(twin), before)):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -42,7 +42,10 @@ from lamina.optim.update import (
     published_of,
     real_of,
 )
+from lamina.runtime.halving import CLIPPING
 from lamina.runtime.unit import Unit
+
+_master = attrgetter("master")
 
 
 @dataclass
@@ -88,6 +91,7 @@ class AdamW(torch.optim.AdamW):
     _others: Sequence[Unit] = ()
     _flags: Sequence[DirtyFlag] = ()  # of parameters that are a unit's by another object, such as `p.detach()`
     _kinds: list[list[int]] | None = None
+    _masters: Sequence[Tensor | None] = ()  # by home, in which the calls' ranges lie
     _seen: Seen | None = None
     _rates: Sequence[Tensor] = ()  # learning rates by group, 0-dim on the device: what a captured step reads
     _rehearses = False  # an eager step that launches what a recording will launch, so that it is compiled then
@@ -119,6 +123,7 @@ class AdamW(torch.optim.AdamW):
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable, fused=True
         )
         self.max_norm = max_norm
+        CLIPPING.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "max_norm": self.max_norm}
@@ -129,6 +134,7 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             group["fused"], group["foreach"] = True, None
         self._seen = None
+        CLIPPING.add(self)
 
     @torch.no_grad()
     @uncompiled
@@ -141,7 +147,7 @@ class AdamW(torch.optim.AdamW):
         if not self._is_current():
             self._settle()
         kinds = [home.kinds() for home in self._homes]
-        if kinds != self._kinds:
+        if kinds != self._kinds or not all(map(is_, map(_master, self._homes), self._masters)):
             self._draw(kinds)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scaling = Scaling(scale, found_inf, None if self.max_norm is None else self._clip_factor(scale))
@@ -327,7 +333,7 @@ class AdamW(torch.optim.AdamW):
         self._leading = [unit for unit in units.values() if unit.leads]
         self._others = [unit for unit in units.values() if not unit.leads]
         self._flags = written_flags(param for home in self._homes if home.unit is None for param in home.params)
-        self._kinds = kinds
+        self._kinds, self._masters = kinds, list(map(_master, self._homes))
         self._remember()
 
 

@@ -38,6 +38,7 @@ from lamina.errors import StateError, UsageError
 from lamina.optim.adamw import AdamW
 from lamina.runtime.assemble import RUNTIMES, Runtime
 from lamina.runtime.engine import Engine
+from lamina.runtime.publishing import PeerGatherer
 
 EAGER_CALLS = 3
 NOT_RECORDABLE = (
@@ -96,8 +97,8 @@ class Captured:
         if not torch.cuda.is_available() or not any(runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
             return self.step(*args, **kwargs)
         self.calls += 1
-        if self.calls == 1:
-            _refuse_halves()
+        if self.graph is None:
+            keep_masters_whole()
         if self.graph is None and self.calls <= EAGER_CALLS:
             return self._run_eagerly(args, kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
@@ -290,13 +291,17 @@ def _release_all() -> None:
         captured.release()
 
 
-def _refuse_halves() -> None:
-    """Masters come and go between their two forms, at the host's choice."""
-    if any(unit.halved for runtime in RUNTIMES.values() for unit in runtime.units):
-        raise UsageError(
-            "lamina.capture() does not record steps of a model with Precision(halves=True): leave halves out, or the "
-            "capture"
-        )
+def keep_masters_whole() -> None:
+    """For good: between their two forms they come and go at the host's choice. Raises where halves were asked for."""
+    for runtime in RUNTIMES.values():
+        gatherer = runtime.engine.gatherer
+        if isinstance(gatherer, PeerGatherer):
+            gatherer.keep_whole(runtime.units, "lamina.capture records steps")
+        if any(unit.halved for unit in runtime.units):
+            raise UsageError(
+                "lamina.capture() does not record steps of a model with Precision(halves=True): leave halves out, or "
+                "the capture"
+            )
 
 
 def _own_memory(number: int, leaf: Any) -> Any:

@@ -70,6 +70,11 @@ class Home:
         where = None if self.unit is None else id(self.unit)
         return (self.group, self.keys, where, self._is_sharded, *map(id, self.params))
 
+    @property
+    def master(self) -> Tensor | None:
+        """In which its parameters lie; another one where masters have changed their form (runtime/halving.py)."""
+        return self.places[0].unit.masters[self.places[0].segment] if self.places else None
+
     # ---- memory ------------------------------------------------------------------------------------------------
 
     def allocate(self) -> None:

@@ -265,7 +265,7 @@ def plan(
         compute_bytes=compute.itemsize,
         wire=chosen.wire,
         transport="peer" if chosen.halves else transport,
-        halved=chosen.halves,
+        halved=chosen.halves is True,
         sums="exchange" if kind == "cpu" and slots > 1 else "auto",
     )
     if strategy is None:

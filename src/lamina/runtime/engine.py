@@ -89,6 +89,7 @@ class Engine:
         self.gatherer.publish(self.units)
 
     def _drop_stale(self) -> None:
+        self.gatherer.choose_forms(self.units)
         with AS_PLAIN():
             for unit in self.units:
                 if unit.look():

@@ -79,6 +79,9 @@ class Gatherer:
         if dirty.value:
             lane.wait(self._opened if dirty.written is None else dirty.written)
 
+    def choose_forms(self, units: Sequence[Unit]) -> None:
+        """Before `publish`: masters that have two forms change them here, see runtime/halving.py."""
+
     def publish(self, units: Sequence[Unit]) -> None:
         """Before the first gather after a change; where gathers are collectives there is nothing to do."""
 

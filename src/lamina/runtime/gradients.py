@@ -112,7 +112,8 @@ class Gradients:
             return
         if self.room_part and torch.is_grad_enabled() and not self.lanes.is_recording:
             part, self.room_part = self.room_part, 0.0
-            units = [unit for unit in self.units if any(param.requires_grad for param in unit.params)]
+            whole = [unit for unit in self.units if not unit.halved]  # else there is room where whole masters lay
+            units = [unit for unit in whole if any(param.requires_grad for param in unit.params)]
             segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
             sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
             if units:

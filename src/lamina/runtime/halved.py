@@ -8,6 +8,8 @@ Here a segment's masters have two forms:
     halved   the published range and `remainders`; where the optimizer's own step and the forwards find it
     whole    fp32 in memory of its own, as if there were no halves; what is published stays as it is
 
+Which segments have such masters was asked for, or is chosen: see halving.py.
+
 Note [Halved masters]
     1. `Shard.local`, and so every operation on the parameter, makes the masters whole, and they are the truth as long
        as they are: memory that was handed out may be written at any time.
@@ -49,6 +51,7 @@ class HalvedMaster:
         self.numel = whole.numel()
         self.remainders = torch.empty(self.numel, dtype=torch.int16, device=whole.device)
         self.husk = whole.new_full((1,), torch.nan).expand(self.numel)  # Note [Halved masters] 4
+        self.was_touched = False  # made whole, since somebody has last looked
         self.stand_on(weights, lanes)
 
     def stand_on(self, weights: Tensor, lanes: Lanes) -> None:
@@ -65,6 +68,7 @@ class HalvedMaster:
     def make_whole(self) -> Tensor:
         """The masters themselves, (S,) float32. Queued on compute."""
         if self.whole is None:
+            self.was_touched = True
             with torch.inference_mode(False), torch.no_grad():
                 self.await_halved()
                 self.whole = torch.empty(self.numel, dtype=torch.float32, device=self.remainders.device)
@@ -88,6 +92,13 @@ class HalvedMaster:
             return False
         self.whole = None
         return True
+
+    def retire(self) -> Tensor:
+        """The masters themselves, which nobody will halve again; what was handed out of them stays a part of them."""
+        self.await_halved()  # whose memory is given back
+        whole = self.make_whole()
+        self.remainders = self.weights = torch.empty(0)
+        return whole
 
     def await_halved(self) -> None:
         """What compute does next comes after the last halving."""
@@ -125,22 +136,35 @@ class HalvedPlace(Reach):
 
 def take_apart(unit: Unit, lanes: Lanes) -> None:
     """Let the published ranges of a unit be halves of its masters, from the next `publish()` on."""
-    index, first = unit.mesh.range_index, 0
     for number, segment in enumerate(unit.layout.segments):
         if number in unit.halved:
             unit.halved[number].stand_on(unit.published[number], lanes)
         elif may_be_halved(segment):
-            master = unit.halved[number] = HalvedMaster(unit.masters[number], unit.published[number], lanes)
-            unit.masters[number] = master.husk
-            for i in range(len(segment.params)):
-                start, stop = segment.owned(i, index)
-                offset = segment.offset_in_range(i, index)
-                place = HalvedPlace(master, offset, offset + stop - start)
-                param = unit.params[first + i]
-                assert isinstance(param, Shard)
-                param._local = unit.locals[first + i] = master.husk[place.start : place.stop]
-                param._reach = place
-        first += len(segment.params)
+            with torch.inference_mode(False), torch.no_grad():
+                master = unit.halved[number] = HalvedMaster(unit.masters[number], unit.published[number], lanes)
+                _lie_in(unit, number, master.husk, master)
+
+
+def put_together(unit: Unit) -> None:
+    """Undo `take_apart`. Its masters are to be published anew."""
+    for number in list(unit.halved):
+        with torch.inference_mode(False), torch.no_grad():
+            _lie_in(unit, number, unit.halved.pop(number).retire(), None)
+
+
+def _lie_in(unit: Unit, number: int, memory: Tensor, halved: HalvedMaster | None) -> None:
+    """Let the parameters of segment `number` be parts of this memory, or reached through what is halved."""
+    index, segment = unit.mesh.range_index, unit.layout.segments[number]
+    first = sum(len(before.params) for before in unit.layout.segments[:number])
+    unit.masters[number] = memory
+    for i in range(len(segment.params)):
+        start, stop = segment.owned(i, index)
+        offset = segment.offset_in_range(i, index)
+        place = slice(offset, offset + stop - start)
+        param = unit.params[first + i]
+        assert isinstance(param, Shard)
+        param._local = unit.locals[first + i] = memory[place]
+        param._reach = None if halved is None else HalvedPlace(halved, place.start, place.stop)
 
 
 def _is_held(tensor: Tensor) -> bool:

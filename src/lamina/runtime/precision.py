@@ -36,7 +36,8 @@ class Precision:
         wire: dtype in which gradients travel; None: the dtype they are computed in (sums are in the master's dtype).
         master: dtype of what the optimizer updates; wider parameters keep their own.
         halves: keep each fp32 master as the bf16 weight that peers read and 16 bits more: 2 bytes less an element that
-            this rank owns. Needs `transport="peer"` ("auto" is), and as many ranks for parameters as for optimizer
+            this rank owns. None: on GPUs, where peers read weights and a `lamina.optim.AdamW(max_norm=...)` updates
+            all of a unit. True needs `transport="peer"` ("auto" is), and as many ranks for parameters as for optimizer
             state; on one rank there is nothing to save. See docs/decisions/halves.md.
     """
 
@@ -45,7 +46,7 @@ class Precision:
     output: torch.dtype | None = None
     wire: torch.dtype | None = None
     master: torch.dtype = torch.float32
-    halves: bool = False
+    halves: bool | None = None
 
 
 def resolve_precision(given: str | Precision | None) -> Precision:

@@ -14,7 +14,7 @@ Note [Published]
        (`max_norm`) has met all who read it: their gathers are over before, and publishing has nothing left to cast.
     4. Where parameters are not split (F_p = 1) nothing is gathered but the outer levels, once a step: those units are
        left to `Gatherer`.
-    5. With `Precision(halves=True)` a published range is one half of the masters: see halved.py.
+    5. A published range may be one half of the masters: see halved.py, and halving.py for when.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_SHARE, inbox_bytes
 from lamina.core.slots import Slot
 from lamina.runtime.gathering import Gatherer, Route
 from lamina.runtime.halved import take_apart
+from lamina.runtime.halving import choose, leave_free, stay_whole
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
@@ -95,7 +96,7 @@ class PeerGatherer(Gatherer):
         transport: Transport,
         control: Control,
         lanes: Lanes,
-        halves: bool = False,
+        halves: bool | None = None,
     ) -> None:
         """`transport` moves what is not one-sided: outer levels, and units whose parameters are not split."""
         super().__init__(transport, control, lanes)
@@ -110,8 +111,20 @@ class PeerGatherer(Gatherer):
                     peers.data(peers.place)[start : start + segment.compute_bytes // peers.size].view(segment.compute)
                     for segment, start in zip(unit.layout.segments, starts, strict=True)
                 ]
-                if halves:
+                if halves or unit.halved:
                     take_apart(unit, lanes)
+        leave_free(units, halves)
+
+    def choose_forms(self, units: Sequence[Unit]) -> None:
+        for unit in choose(units, self.lanes):
+            self._publishing.pop(unit, None)
+
+    def keep_whole(self, units: Sequence[Unit], why: str) -> None:
+        """For good, the masters of units whose form is free."""
+        for unit in units:
+            if unit.halving.is_free:
+                stay_whole(unit, why)
+                self._publishing.pop(unit, None)
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Let peers see what has changed in these units; called by every rank alike, before the first gather."""
@@ -203,7 +216,7 @@ class SymmetricGatherer(PeerGatherer):
         transport: Transport,
         control: Control,
         lanes: Lanes,
-        halves: bool = False,
+        halves: bool | None = None,
     ) -> None:
         super().__init__(peers, units, transport, control, lanes, halves)
         self._late_ready: Mark | None = None

@@ -11,6 +11,8 @@ from lamina.core.layout import short_dtype
 from lamina.core.uncompiled import uncompiled
 from lamina.runtime.access import runtime_of
 from lamina.runtime.assemble import Runtime
+from lamina.runtime.halved import may_be_halved
+from lamina.runtime.halving import NO_HOLDER
 from lamina.runtime.unit import Unit
 
 
@@ -101,11 +103,32 @@ def _notes(runtime: Runtime) -> Iterator[str]:
     peers = getattr(runtime.engine.gatherer, "peers", None)
     if trial := getattr(peers, "trial", ""):
         yield f"transport peer, for {trial}"
+    if runtime.transport == "peer" and (masters := _forms_of_masters(runtime)):
+        yield f"masters {masters}"
     if runtime.strategy == "hsdp" and runtime.mesh.world > 1 and not runtime.mesh.factors.uses_shards:
         yield (
             "hsdp shards inside a node, and here each has one rank: every rank holds a whole copy, as with ddp. Type "
             "strategy='zero3' to shard over all ranks"
         )
+
+
+def _forms_of_masters(runtime: Runtime) -> str:
+    """In halves or whole, and why; empty where there are none that could be halved."""
+    units = [unit for unit in runtime.units if unit.sharded and any(map(may_be_halved, unit.layout.segments))]
+    whole = [unit for unit in units if not unit.halved]
+    found = []
+    if len(whole) < len(units):
+        is_asked = runtime.precision.halves is True
+        why = "Precision(halves=True) asks for it" if is_asked else "lamina.optim.AdamW clips and updates both"
+        found.append(f"in halves{_share(len(units) - len(whole), len(units))}, for {why}")
+    for why in dict.fromkeys(unit.halving.why_whole or NO_HOLDER for unit in whole):
+        count = sum((unit.halving.why_whole or NO_HOLDER) == why for unit in whole)
+        found.append(f"whole{_share(count, len(units))}, for {why}")
+    return "; ".join(found)
+
+
+def _share(count: int, of: int) -> str:
+    return "" if count == of else f" in {count} of {of} units"
 
 
 def _master_bytes(unit: Unit) -> int:

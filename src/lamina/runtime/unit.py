@@ -37,6 +37,7 @@ from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot, outlived
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
+from lamina.runtime.halving import Halving
 from lamina.runtime.outside import listen
 from lamina.runtime.parts import further_axes
 from lamina.runtime.suspects import written_to
@@ -106,6 +107,7 @@ class Unit:
         self.masters: list[Tensor] = []
         self.published: list[Tensor] = []
         self.halved: dict[int, HalvedMaster] = {}  # by segment, in whose place `masters` holds a husk; see halved.py
+        self.halving = Halving()  # whether there are any
         self.gone: frozenset[int] = frozenset()  # positions of parameters that have left the model
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
         self._addresses: list[int] = []  # the same of parameters that are plain
