@@ -28,7 +28,7 @@ from lamina.train.gpt import GPT, Shape
 from lamina.train.plan_cli import _what_if
 
 GIB = 1 << 30
-HALVED = lamina.Precision(compute=torch.bfloat16, halves=True)
+HALVED, WHOLE = (lamina.Precision(compute=torch.bfloat16, halves=halves) for halves in (True, False))
 WORDS = 32768
 
 
@@ -213,32 +213,62 @@ def test_one_strategy_alone() -> None:
     assert not forecast.taken.fits
 
 
-def test_halved_masters_are_tried_where_what_peers_read_does_not_fit() -> None:
-    """Two bytes an own element less; only peers publish, and only where they were asked for is there a choice."""
+def test_masters_in_halves_are_forecast_where_shard_would_take_them() -> None:
+    """Two bytes an own element less, on GPUs over peers; a captured step and collectives have whole ones."""
+
+    def taken(**more: Any) -> Any:
+        how = {"batch": 1, "seq": 64, "machine": ROOMY, "strategy": "zero3", "transport": "peer"}
+        return lamina.plan(meta_gpt(8192, 4), 4, **(how | more))
+
+    free, cut, whole = taken(), taken(precision=HALVED), taken(precision=WHOLE)
+    assert free.taken.memory == cut.taken.memory and free.taken.time == cut.taken.time
+    saved = whole.taken.memory.state.lasting - free.taken.memory.state.lasting
+    assert saved == pytest.approx(2 * whole.numel / 4, rel=0.02)
+    assert free.taken.time.optimizer_ms < whole.taken.time.optimizer_ms
+    assert [made.taken.choice.halved for made in (free, cut, whole)] == [True, True, False]
+    others = (
+        {"transport": "c10d"},
+        {"capture": True},
+        {"precision": "fp16"},
+        {"precision": None},
+        {"strategy": "zero2"},
+    )
+    assert not any(taken(**more).taken.choice.halved for more in others)
+    assert "precision" not in free.arguments and whole.arguments["precision"] == WHOLE
+    assert "masters in halves under" in str(free) and "plan another optimizer with halves=False" in str(free)
+    assert "halves" not in str(whole) and "Precision(compute=torch.bfloat16, halves=True)" in str(cut)
+    assert whole.as_dict()["arguments"]["precision"] == {"compute": "bf16", "halves": False}
+
+
+def test_halved_masters_are_advised_where_what_peers_read_does_not_fit() -> None:
+    """To those who have said no, and, as a rung of its own, on CPUs, where lamina halves nothing by itself."""
+    cpu = dataclasses.replace(ROOMY, device="CPU, 8 cores")
 
     def plan(**more: Any) -> lamina.Plan:
-        return lamina.plan(meta_gpt(8192, 4), 4, **({"batch": 1, "seq": 64, "machine": ROOMY} | more))
+        return lamina.plan(meta_gpt(8192, 4), 4, **({"batch": 1, "seq": 64, "machine": cpu} | more))
 
-    whole, cut = (plan(strategy="zero3", **how) for how in ({"transport": "peer"}, {"precision": HALVED}))
-    saved = whole.taken.memory.state.lasting - cut.taken.memory.state.lasting
-    assert saved == pytest.approx(2 * whole.numel / 4, rel=0.02)
-    assert cut.taken.time.optimizer_ms < whole.taken.time.optimizer_ms
-    assert [rung.title for rung in plan(transport="peer").decision.rungs][1:] == ["ddp", "zero1", "zero2", "zero3"]
+    asked = {"transport": "peer"}
+    assert [rung.title for rung in plan(**asked).decision.rungs][1:] == ["ddp", "zero1", "zero2", "zero3"]
+    cut = plan(strategy="zero3", precision=HALVED)
     budget = int(cut.taken.memory.used_bytes / 0.95) + 1
-    taken = plan(transport="peer", budget=budget).taken
-    assert taken.title == "zero3, halved masters" and taken.choice.halved
-    for settled in ("c10d", "auto"):  # which publish nothing here
+    made = plan(budget=budget, **asked)
+    assert made.taken.title == "zero3, halved masters" and made.taken.choice.halved
+    assert made.arguments["precision"] == HALVED
+    for settled in ("c10d", "auto"):  # "auto": where peers are too dear, they are not asked for
         titles = [rung.title for rung in plan(transport=settled, budget=budget + 4 * GIB).decision.rungs]
         assert titles[0] == "one GPU" and not any("halved" in title for title in titles)
-    alone = plan(transport="peer", budget=budget, strategy="zero3")
-    (advice,) = (text for text in alone.gains if "halves=True" in text)
-    assert advice.endswith("which fits") and not alone.taken.fits
-    wide = plan(transport="peer", budget="10GiB", strategy="zero3", precision=None)
+    assert not any("halved" in r.title for r in plan(budget=budget + 4 * GIB, precision=WHOLE, **asked).decision.rungs)
+    tight = int(plan(strategy="zero3", machine=ROOMY, **asked).taken.memory.used_bytes / 0.95) + 1
+    for machine, size_bytes, precision in ((cpu, budget, "bf16"), (ROOMY, tight, WHOLE)):
+        alone = plan(budget=size_bytes, strategy="zero3", machine=machine, precision=precision, **asked)
+        (advice,) = (text for text in alone.gains if "halves=True" in text)
+        assert advice.endswith("which fits") and not alone.taken.fits
+    wide = plan(budget="10GiB", strategy="zero3", precision=None, **asked)
     assert not any("halves" in text for text in wide.gains), "the upper half of an fp32 number is no fp32 weight"
 
 
 def test_a_change_without_memory_for_it_is_not_named() -> None:
-    """Peers publish weights; where there is no room for these, halved masters make it."""
+    """Peers publish weights; masters in halves take no more for them."""
     slow = dataclasses.replace(ROOMY, interference=1.0)
 
     def plan(**more: Any) -> lamina.Plan:
@@ -246,14 +276,15 @@ def test_a_change_without_memory_for_it_is_not_named() -> None:
             meta_gpt(8192, 4), 4, **({"batch": 1, "seq": 256, "strategy": "zero3", "machine": slow} | more)
         )
 
-    def of_peers(budget: int) -> list[str]:
-        return [text for text in plan(transport="c10d", budget=budget).gains if "transport='peer'" in text]
+    def of_peers(budget: int, precision: Any = "bf16") -> list[str]:
+        found = plan(transport="c10d", budget=budget, precision=precision)
+        return [text for text in found.gains if "transport='peer'" in text]
 
-    whole, cut = (plan(**how).taken.memory.used_bytes / 0.95 for how in ({"transport": "peer"}, {"precision": HALVED}))
+    peers = {"transport": "peer"}
+    whole, cut = (int(plan(precision=p, **peers).taken.memory.used_bytes / 0.95) for p in (WHOLE, "bf16"))
     assert whole > cut
-    (free,), (tight,) = of_peers(int(whole) + 1), of_peers(int(cut) + 1)
-    assert "halves" not in free and "Precision(halves=True)" in tight
-    assert not of_peers(int(cut) - 1)
+    assert "with masters in halves under" in of_peers(cut + 1)[0] and not of_peers(cut - 1)
+    assert "halves" not in of_peers(whole + 1, WHOLE)[0] and not of_peers(whole - 1, WHOLE)
 
 
 def test_a_plan_with_halves_gives_what_shard_takes() -> None:
@@ -398,6 +429,25 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be dealt to 3 GPUs" in capsys.readouterr().err
     assert cli.main(["train", str(saved), "--dry-run", "--device", "cpu"]) == 0
     assert "memory of ddp: peak at" in capsys.readouterr().out
+
+
+def test_command_says_how_masters_are_to_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag over a file, neither; and what `--save` writes asks for no more than was asked for."""
+    saved = tmp_path / "run.toml"
+    words = ["--gpus", "4", "--batch", "1", "--transport", "peer", "--save", str(saved)]
+
+    def are_halved(*words: str) -> bool:
+        assert cli.main(["plan", *words, "--json"]) == 0
+        (parts,) = (r["parts_bytes"] for r in json.loads(capsys.readouterr().out)["rungs"] if r["title"] == "zero3")
+        return "masters" in parts
+
+    for more, halves in ((["--halves"], True), ([], None), (["--no-halves"], False)):
+        assert are_halved(*words, *more) is (halves is not False)
+        assert read_toml(saved).sharding.halves is halves
+    from_file = ["--gpus", "4", "--config", str(saved)]
+    assert not are_halved(*from_file) and are_halved(*from_file, "--halves")
+    assert cli.main(["plan", "--compare", str(tmp_path), "--no-halves"]) == 1
+    assert "leave --halves out" in capsys.readouterr().err
 
 
 def test_command_takes_functions_and_configs(

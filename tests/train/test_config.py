@@ -9,13 +9,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lamina
 from lamina.train import cli
 from lamina.train.config import Config, Optimisation, from_dict, learning_rate, read_toml, to_toml
-from lamina.train.resolve import Machine, resolve
+from lamina.train.resolve import Machine, precision_of, resolve
 from train.runs import changed
 
 CPU = Machine(2, on_gpu=False)
@@ -83,6 +84,22 @@ def test_flags_over_a_file(tmp_path: Path) -> None:
     printed = tomllib.loads(out)
     assert code == 0 and printed["optimisation"]["steps"] == 7 and printed["optimisation"]["lr"] == 0.5
     assert printed["optimisation"]["warmup"] == 1 and printed["batches"]["batch"] == 16
+
+
+def test_what_is_left_to_lamina_can_be_said_too(tmp_path: Path) -> None:
+    """`--halves`, `--no-halves`, neither; a flag over a file; what `lamina.shard` is given."""
+    bf16 = ("--precision", "bf16", "--print-config")
+    for words, halves in ((("--halves",), True), (("--no-halves",), False), ((), None), (("--halves", "False"), False)):
+        code, out, _ = command(*words, *bf16)
+        config = from_dict(tomllib.loads(out), "file")
+        assert code == 0 and config.sharding.halves is halves
+        given = precision_of(config)
+        assert given == ("bf16" if halves is None else lamina.Precision(compute=torch.bfloat16, halves=halves))
+    (tmp_path / "run.toml").write_text(out)
+    for words, halves in ((("--halves",), True), ((), False), (("--halves", "None"), None)):
+        _, out, _ = command(str(tmp_path / "run.toml"), *words, "--print-config")
+        assert from_dict(tomllib.loads(out), "file").sharding.halves is halves
+    assert precision_of(changed(Config(), precision="fp32", halves=False)) is None
 
 
 def test_a_misspelled_flag() -> None:

@@ -2,9 +2,9 @@
 
 A search over all settings finds a layout that nobody can explain. Here the ladder is what a person would try, simplest
 first: one GPU, ddp, zero1, zero2, zero3, hsdp, then the same again with a loss in chunks (where the loss is the
-planner's own, and so can be another), then with recomputation. Where peers were asked for and what they read does not
-fit beside the masters, the same with masters in halves. The first rung that fits with a margin and is within 5 % of the
-fastest that fits is taken, and every rung says in numbers why it was or was not.
+planner's own, and so can be another), then with recomputation. On a CPU, where peers were asked for and what they read
+does not fit beside the masters, the same with masters in halves, which GPUs have anyway. The first rung that fits with
+a margin and is within 5 % of the fastest that fits is taken, and every rung says in numbers why it was or was not.
 
 Pure: no communication, no device.
 """
@@ -142,8 +142,9 @@ def rungs_in_order(
     for title, choice in _ways(measured, gpus, machine, template):
         rungs.append(rung_of(title + suffix, measured, choice, machine, budget_bytes))
         halved = replace(choice, halved=True)
-        is_asked = template.transport == "peer" == choice.transport and not choice.halved
-        if is_asked and not rungs[-1].fits and can_be_halved(halved, measured):
+        is_asked = template.transport == "peer" == choice.transport
+        is_open = template.halved is None and not choice.halved
+        if is_asked and is_open and not rungs[-1].fits and can_be_halved(halved, measured):
             rungs.append(rung_of(f"{title}{suffix}, halved masters", measured, halved, machine, budget_bytes))
     return rungs
 

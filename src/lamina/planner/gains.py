@@ -18,6 +18,7 @@ from lamina.planner.workload import Choice, MatrixProduct, UnitWork, Workload
 
 LEAST = 0.01  # more tokens a second: less is not worth a change
 MUCH = 1.0  # from here on it is said in times
+UNDER = "masters in halves under lamina.optim.AdamW(max_norm=...)"
 
 
 def gains(
@@ -27,13 +28,14 @@ def gains(
     machine: Machine,
     others: Iterable[tuple[str, float]] = (),
     fits: Callable[[Choice], bool] = lambda _: True,
+    halves: bool | None = None,
 ) -> tuple[str, ...]:
     """Single changes and what each would bring, the largest first; `others` in words, with their tokens a second.
 
-    `fits`: whether there is memory for a choice; what has none is not named.
+    `fits`: whether there is memory for a choice; what has none is not named. `halves`: what was asked for.
     """
     found = []
-    changes = _changes(time, choice, machine, fits)
+    changes = _changes(time, choice, machine, fits, halves)
     tried = ((words, forecast_time(workload, changed, machine).tokens_per_s) for words, changed in changes)
     rounded = (
         (words, forecast_time(changed, choice, machine).tokens_per_s) for words, changed in _rounded(workload, machine)
@@ -47,14 +49,14 @@ def gains(
 
 
 def _changes(
-    time: StepTime, choice: Choice, machine: Machine, fits: Callable[[Choice], bool]
+    time: StepTime, choice: Choice, machine: Machine, fits: Callable[[Choice], bool], halves: bool | None
 ) -> Iterator[tuple[str, Choice]]:
     of = f"of {time.total_ms:.1f} ms"
     if not choice.compiled and not machine.is_cpu:
         yield "compiled units (compile=True, --compile)", replace(choice, compiled=True)
     if not choice.captured and not machine.is_cpu:
         waits = f"the device waits for the host for {time.host_ms:.1f} {of}"
-        yield f"lamina.capture, or a larger batch; {waits}", replace(choice, captured=True)
+        yield f"lamina.capture, or a larger batch; {waits}", replace(choice, captured=True, halved=False)
     count, more = choice.accumulation, replace(choice, accumulation=2 * choice.accumulation)
     if fits(more):
         yield (
@@ -66,13 +68,12 @@ def _changes(
     if choice.transport == "peer" or machine.is_cpu or not 1 < shards <= machine.gpus_per_node:
         return
     slowed = f"collectives slow compute by {time.stretched_ms:.1f} {of}"
-    peers = replace(choice, transport="peer")
+    peers = replace(choice, transport="peer", halved=False)
     halved = replace(peers, halved=True)
-    if fits(peers):
+    if halves is not False and fits(halved):
+        yield f"transport='peer', with {UNDER} (run on two GPUs so far); {slowed}", halved
+    elif fits(peers):
         yield f"transport='peer' (takes memory; run on two GPUs so far); {slowed}", peers
-    elif fits(halved):
-        words = "transport='peer' with Precision(halves=True) (without, there is no room; not timed on GPUs so far)"
-        yield f"{words}; {slowed}", halved
 
 
 def _rounded(workload: Workload, machine: Machine) -> Iterator[tuple[str, Workload]]:

@@ -103,7 +103,7 @@ def forecast_memory(
         choice.accumulation,
         on_gpu,
         peers=choice.transport == "peer",
-        halved=choice.halved,
+        halved=bool(choice.halved),
         wire=choice.wire,
     )
     lasting = state.lasting + measured.input_bytes + (2 * WORKSPACE_BYTES if on_gpu else 0)

@@ -6,18 +6,19 @@ import contextlib
 import functools
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lamina.core.layout import short_dtype
 from lamina.core.strategy import Strategy, resolve
 from lamina.errors import UsageError
 from lamina.planner.choose import Decision, Rung, check_gpus, choose, in_units, rung_of, rungs_in_order, size_text
 from lamina.planner.chunked import ChunkedLoss, find_head
-from lamina.planner.gains import gains
+from lamina.planner.gains import UNDER, gains
 from lamina.planner.machine import Machine, load_machine
 from lamina.planner.measure import Loss, check_sizes, measure
 from lamina.planner.measure_data import Measured
@@ -36,6 +37,7 @@ CHUNKED = (
 )
 PEERS = "over transport='peer', which publishes weights: counted in the memory, under slots"
 HALVED = "masters in halves: Precision(compute=torch.bfloat16, halves=True), with lamina.optim.AdamW(max_norm=...)"
+FREE = f"over transport='peer', with {UNDER}; plan another optimizer with halves=False"
 COMPILED = (
     "compiled: each unit's elementwise kernels count as fused; memory is that of the step without it, which takes more"
 )
@@ -61,6 +63,7 @@ class Plan:
     numels: tuple[int, ...]  # of their parameters
     gains: tuple[str, ...]  # what would gain most next, the largest first
     transport: str = "auto"  # that was asked for
+    precision: Precision = field(default_factory=Precision)  # that was asked for
 
     @property
     def taken(self) -> Rung:
@@ -76,8 +79,18 @@ class Plan:
             "slots": choice.slots,
         }
         given |= {"transport": self.transport} if self.transport != "auto" else {}
-        given |= {"precision": Precision(compute=torch.bfloat16, halves=True)} if choice.halved else {}
+        if (halves := self._halves) is not None:
+            given["precision"] = replace(self.precision, halves=halves)
         return given | ({"compile": True} if choice.compiled else {})
+
+    @property
+    def _halves(self) -> bool | None:
+        """What is to be asked for; None: what lamina chooses by itself is what was forecast."""
+        if self.taken.choice.transport != "peer":
+            return None
+        if self.precision.halves is None and self.taken.choice.halved and self.machine.is_cpu:
+            return True
+        return self.precision.halves
 
     def as_dict(self) -> dict[str, Any]:
         rows = []
@@ -101,7 +114,8 @@ class Plan:
             )
         taken = {k: asdict(v) if isinstance(v, Strategy) else v for k, v in self.arguments.items()}
         if "precision" in taken:
-            taken["precision"] = {"compute": "bf16", "halves": True}
+            compute = None if self.precision.compute is None else short_dtype(self.precision.compute)
+            taken["precision"] = {"compute": compute, "halves": self._halves}
         return {
             "model": self.model,
             "parameters": self.numel,
@@ -157,7 +171,8 @@ class Plan:
     def _time(self) -> list[str]:
         lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
         if self.taken.choice.transport == "peer":
-            lines.append(f"  {HALVED if self.taken.choice.halved else PEERS}")
+            halved = FREE if self._halves is None else HALVED
+            lines.append(f"  {halved if self.taken.choice.halved else PEERS}")
         if self.taken.choice.compiled:
             lines.append(f"  {COMPILED}")
         lines += [f"  {text}" for text in CAPTURED] if self.taken.choice.captured else []
@@ -198,7 +213,8 @@ def plan(
         machine: a shipped one ("a100-40", "a100-80", "h100", "h200"), a machine file, "here" after `lamina doctor`.
         budget: memory of one GPU instead of the machine's: bytes, or "40GiB".
         strategy: look at this one (with `recompute`) alone; None: the ladder.
-        precision, units, slots, transport: as in `lamina.shard`; what "auto" would take there is what is forecast.
+        precision, units, slots, transport: as in `lamina.shard`; what "auto" would take there is what is forecast, and
+            masters lie in halves where they do under `lamina.optim.AdamW(max_norm=...)`.
         accumulation: micro-batches of a step.
         compile: elementwise kernels of each unit are fused. Counts in the time; memory is that of the step without it.
         capture: the step is one CUDA graph (`lamina.capture`), on GPUs. Counts in the time, as `compile` does.
@@ -265,7 +281,7 @@ def plan(
         compute_bytes=compute.itemsize,
         wire=chosen.wire,
         transport="peer" if chosen.halves else transport,
-        halved=chosen.halves is True,
+        halved=chosen.halves,
         sums="exchange" if kind == "cpu" and slots > 1 else "auto",
     )
     if strategy is None:
@@ -292,10 +308,10 @@ def plan(
         is_possible = not changed.halved or can_be_halved(changed, taken)
         return is_possible and forecast_memory(taken, changed, where, limit).fits
 
-    gained = gains(decision.taken.time, taken.workload, choice, where, others, fits)
+    gained = gains(decision.taken.time, taken.workload, choice, where, others, fits, chosen.halves)
     if not decision.taken.fits and not choice.halved and choice.transport == "peer":
         gained += _saved_by_halves(decision.taken, taken, where, limit)
-    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained, transport)
+    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained, transport, chosen)
 
 
 def _saved_by_halves(rung: Rung, measured: Measured, machine: Machine, limit: int | None) -> tuple[str, ...]:

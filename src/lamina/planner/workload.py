@@ -90,7 +90,8 @@ class Choice:
     # runtime does on GPUs, exchanges of 16 bit and rings of 32; on a CPU it exchanges both
     sums: str = "auto"
     transport: str = "c10d"  # or "peer": one-sided copies inside a node, where parameters are split
-    halved: bool = False  # masters in halves (`Precision(halves=True)`), over peers
+    # masters in halves (`Precision(halves=True)`), over peers; None: as lamina chooses, which `settled` says
+    halved: bool | None = False
     gradients: str = "auto"  # or "laid out", side by side: runtimes of before did so over peers too
     compiled: bool = False  # each unit but the root by itself
     captured: bool = False  # the step is one CUDA graph (lamina.capture): the device never waits for the host

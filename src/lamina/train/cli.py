@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import signal
 import sys
@@ -82,7 +83,7 @@ def _in_short(text: str) -> str:
 
 def _train(argv: list[str]) -> int:
     file = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    command = _parse(argv, file)
+    command = _parse(_with_values(argv), file)
     config, machine = command.config, _machine(command)
     if command.resume is not None:
         config = replace(config, output=command.resume)
@@ -122,6 +123,19 @@ def _parse(argv: list[str], file: str | None) -> Command:
     if not stored.is_file():
         raise UsageError(f"--resume {command.resume}: {stored} does not exist, so this is no folder of a run")
     return tyro.cli(Command, args=argv, default=Command(read_toml(stored)), prog="lamina train")
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """`--halves` and `--no-halves` as tyro takes an option that may be left open: with a value."""
+    words: list[str] = []
+    for word, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        if word == "--no-halves":
+            words += ["--halves", "False"]
+        elif word == "--halves" and after not in ("True", "False", "None"):
+            words += ["--halves", "True"]
+        else:
+            words.append(word)
+    return words
 
 
 def _described(kind: type) -> str:

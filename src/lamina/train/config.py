@@ -108,8 +108,9 @@ class Sharding:
     slots: int | None = None
     """units in memory at the same time"""
     transport: Literal["auto", "c10d", "peer"] = "auto"
-    halves: bool = False
-    """masters in 16-bit halves, of which peers read one: 2 bytes less an element (bf16, zero3 or hsdp, peers)"""
+    halves: bool | None = None
+    """masters in 16-bit halves, of which peers read one: 2 bytes less an element (bf16, zero3 or hsdp, peers)
+    (None: on GPUs, where there are peers)"""
     compile: bool = False
     """compile each unit's forward"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -208,12 +208,13 @@ def _accumulated(config: Config, times: int) -> list[Change]:
 
 
 def _as_it_ran(job: Job, world: int) -> Config:
-    """As forecasts take it: the batch is that of one micro-batch on one rank, and "auto" has chosen its transport."""
-    batches, shards = job.config.batches, job.config.sharding
+    """As forecasts take it: the batch is that of one micro-batch on one rank, and what was left open is chosen."""
+    batches, shards, runtime = job.config.batches, job.config.sharding, runtime_of(job.model)
     assert batches.batch is not None
-    transport: Literal["c10d", "peer"] = "peer" if runtime_of(job.model).transport == "peer" else "c10d"
+    transport: Literal["c10d", "peer"] = "peer" if runtime.transport == "peer" else "c10d"
+    halves = True if any(unit.halved for unit in runtime.units) else shards.halves
     batches = replace(batches, batch=batches.batch // (world * batches.accumulate))
-    return replace(job.config, batches=batches, sharding=replace(shards, transport=transport))
+    return replace(job.config, batches=batches, sharding=replace(shards, transport=transport, halves=halves))
 
 
 def _machine(device: torch.device) -> Machine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ def _parser() -> Options:
     add("--accumulate", type=int, help="micro-batches of a step (1)")
     add("--precision", choices=("bf16", "fp32"), help="of forward and backward (bf16)")
     add("--transport", choices=("auto", "c10d", "peer"), help="how bytes move, as in lamina.shard (auto)")
-    add("--halves", action="store_true", help="masters in halves: Precision(halves=True), over peers")
+    add("--halves", action=BooleanOptionalAction, help="masters in halves, over peers (as lamina.shard chooses)")
     add("--compile", action="store_true", help="units are compiled: counts in the time, not in the memory")
     add("--budget", help="memory of one GPU instead of the machine's, such as 40GiB")
     add("--what-if", default="", metavar="gpus=64,machine=h200", help="the same with other GPUs, either or both")
@@ -67,7 +68,7 @@ def _compare(options: argparse.Namespace) -> int:
         )
     }
     for word, name in unused.items():
-        if getattr(options, name):
+        if getattr(options, name) or (name == "halves" and options.halves is not None):
             raise UsageError(f"--compare takes everything from the run that was traced: leave {word} out")
     recording, config = open_run(options.compare, options.config)
     machine = machine_for(recording, options.machine)
@@ -183,7 +184,7 @@ def _complete(config: Config, options: argparse.Namespace) -> Config:
         precision=precision,
         compile=options.compile or config.sharding.compile,
         transport=options.transport or config.sharding.transport,
-        halves=options.halves or config.sharding.halves,
+        halves=config.sharding.halves if options.halves is None else options.halves,
     )
     config = replace(config, batches=batches, sharding=sharding)
     if options.model is None and config.model is None:
@@ -201,13 +202,13 @@ def config_text(config: Config, opened: Planned, made: Plan) -> str:
         )
     taken, batches = made.taken.choice, config.batches
     assert batches.batch is not None
-    strategy = cast(StrategyName, taken.strategy)
+    strategy, precision = cast(StrategyName, taken.strategy), made.arguments.get("precision")
     sharding = replace(
         config.sharding,
         strategy=strategy,
         recompute=str(taken.recompute),
         slots=taken.slots,
-        halves=taken.halved,
+        halves=config.sharding.halves if precision is None else precision.halves,
     )
     whole = replace(batches, batch=batches.batch * taken.world * batches.accumulate)
     return to_toml(replace(config, model=opened.for_config, batches=whole, sharding=sharding))

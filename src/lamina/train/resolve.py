@@ -129,14 +129,14 @@ def _check(config: Config, machine: Machine) -> None:
 def precision_of(config: Config) -> str | Precision | None:
     """The argument of `lamina.shard`."""
     shards = config.sharding
-    if not shards.halves:
+    if shards.halves is None or (shards.precision != "bf16" and not shards.halves):
         return "bf16" if shards.precision == "bf16" else None
     if shards.precision != "bf16":
         raise UsageError(
             f"sharding.halves=true and sharding.precision={shards.precision}: the upper half of an fp32 master is a "
             "bf16 weight. Type --precision bf16, or leave --halves out"
         )
-    return Precision(compute=torch.bfloat16, halves=True)
+    return Precision(compute=torch.bfloat16, halves=shards.halves)
 
 
 def recompute_of(config: Config) -> str | int:
