@@ -27,7 +27,7 @@ RUNS = {  # seconds, arguments of run.py
         240,
         "--size 8b --tokens 4096 --steps 2 --rounds 3 --ways bound-compiled/lamina-peer-compiled/fsdp2-compiled",
     ),
-    "eager_1b_2048": (140, f"--tokens 2048 --steps 5 --ways {EAGER},lamina-peer-halves"),
+    "eager_1b_2048": (140, f"--tokens 2048 --steps 5 --ways {EAGER},lamina-peer-whole"),
     "captured_1b_2048": (
         130,
         "--tokens 2048 --steps 20 --ways bound-captured,lamina-captured,lamina-peer-captured",
@@ -37,7 +37,7 @@ RUNS = {  # seconds, arguments of run.py
     "strategies_1b": (190, "--steps 5 --rounds 3 --ways bound,ddp,fsdp1,lamina-ddp,lamina-zero1,lamina-zero2"),
     "recompute_3b": (
         160,
-        f"--size 3b --tokens 4096 --recompute --rounds 3 --steps 3 --ways {EAGER},lamina-peer-halves",
+        f"--size 3b --tokens 4096 --recompute --rounds 3 --steps 3 --ways {EAGER},lamina-peer-whole",
     ),
     "recompute_8b": (
         160,

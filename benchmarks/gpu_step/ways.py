@@ -277,7 +277,7 @@ def lamina_way(
     transport: str = "c10d",
     captures: bool = False,
     compiles: bool = False,
-    halves: bool = False,
+    halves: bool | None = None,
     blocks_a_unit: int = 1,
 ) -> Step:
     import lamina
@@ -385,7 +385,7 @@ BUILDERS: dict[str, Callable[[Job], Step]] = {
     "lamina-peer-fours": partial(lamina_way, transport="peer", blocks_a_unit=4),
     "lamina-auto": lambda job: lamina_way(job, transport="auto"),
     "lamina-peer": lambda job: lamina_way(job, transport="peer"),
-    "lamina-peer-halves": lambda job: lamina_way(job, transport="peer", halves=True),
+    "lamina-peer-whole": lambda job: lamina_way(job, transport="peer", halves=False),
     "lamina-ddp": lambda job: lamina_way(job, "ddp"),
     "lamina-zero1": lambda job: lamina_way(job, "zero1"),
     "lamina-zero2": lambda job: lamina_way(job, "zero2"),

@@ -56,7 +56,7 @@ BIG_SUMS = tuple(
 )
 TODAY = tuple(f"{name}_2xH200" for name in ("sums_1b", "core_1b", "eager_1b_2048", "recompute_3b"))
 SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
-WAYS = {  # of gpu_step, as strategy and transport
+WAYS = {  # of gpu_step, as strategy and transport; when these were measured, `lamina-peer` kept its masters whole
     "lamina": ("zero3", "c10d"),
     "lamina-peer": ("zero3", "peer"),
     "lamina-peer-halves": ("zero3", "peer"),

@@ -15,7 +15,7 @@ import lamina
 from gpu.cards import most_ranks, take_card
 from gpu.test_nccl import Block, build
 from lamina.core.halves import halve, join
-from lamina.optim import adamw
+from lamina.optim import adamw, capture
 from lamina.runtime.access import runtime_of
 from runtime.test_halves import publish_ties_away
 
@@ -86,10 +86,10 @@ def train(rank: int, world: int, folder: str, max_norm: float | None) -> None:
     ends = []
     if max_norm is None:  # halves are then updated by torch's kernel, which rounds elsewhere than ours
         adamw.by_own_kernel = lambda *args, **choices: False  # type: ignore[attr-defined]
-    for halves in (False, True):
+    for halves in (False, True) if max_norm is None else (False, True, None):
         precision = lamina.Precision(compute=torch.bfloat16, halves=halves)
         model = lamina.shard(build().float(), units=[Block], precision=precision, transport="peer")
-        if not halves:
+        if halves is False:
             let_ties_go_away(model)
         optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2, max_norm=max_norm)
         weight, held = next(model.parameters()), torch.empty(0)
@@ -102,7 +102,7 @@ def train(rank: int, world: int, folder: str, max_norm: float | None) -> None:
                 if step == 2:
                     weight.mul_(0.5)
                 optimizer.step()
-                if halves and step == 1:
+                if halves is not False and step == 1:
                     whole = any(unit.has_whole_masters for unit in runtime_of(model).units)
                     assert whole == (max_norm is None), "the kernel writes both halves where they lie"
                 optimizer.zero_grad()
@@ -119,8 +119,9 @@ def train(rank: int, world: int, folder: str, max_norm: float | None) -> None:
         ends.append([master.clone() for unit in runtime_of(model).units for master in unit.read_masters()])
         model(data)
         assert not any(unit.has_whole_masters for unit in runtime_of(model).units)
-    for whole, halved in zip(*ends, strict=True):
-        assert torch.equal(whole, halved)
+        assert all(bool(unit.halved) is (halves is not False) for unit in runtime_of(model).units)
+    for masters in zip(*ends, strict=True):
+        assert all(torch.equal(masters[0], halved) for halved in masters[1:])
     dist.destroy_process_group()
 
 
@@ -129,3 +130,64 @@ def test_steps_are_those_of_whole_masters(max_norm: float | None) -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(train, (2, folder, max_norm), nprocs=2)
+
+
+def average_and_capture(rank: int, world: int, folder: str) -> None:
+    """Masters that lamina has halved, and puts together for good: for an average, and for a graph."""
+    take_card(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    ends = []
+    for way in ("eager", "captured"):
+        model = lamina.shard(build().float(), units=[Block], precision="bf16", transport="peer")
+        optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2, max_norm=0.5)
+        units = runtime_of(model).units
+
+        def step(data: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            model(data).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def data_of(number: int) -> Tensor:
+            return torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).cuda() + rank
+
+        for number in range(2):
+            step(data_of(number))
+        assert all(unit.halved for unit in units) and "in halves" in str(lamina.report(model))
+        before = [master.clone() for unit in units for master in unit.read_masters()]
+        capture.keep_masters_whole()
+        assert not any(unit.halved for unit in units)
+        assert all(map(torch.equal, before, (master for unit in units for master in unit.masters)))
+        call = lamina.capture(step) if way == "captured" else step
+        for number in range(2, 10):
+            call(data_of(number))
+        assert not any(unit.halved for unit in units)
+        ends.append([master.clone() for unit in units for master in unit.masters])
+        if way == "captured":
+            call.release()
+    for eager, captured in zip(*ends, strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-6)
+    model = lamina.shard(build().float(), units=[Block], precision="bf16", transport="peer")
+    optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-2, max_norm=0.5)
+    with torch.no_grad():
+        average = [p.detach().clone() for p in model.parameters()]
+    forms = []
+    for number in range(6):
+        if (number + rank) % 2:  # ranks drift apart, on the device
+            torch.cuda._sleep(20_000_000)
+        step(data_of(number), model, optimizer)
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(model.parameters()), 0.1)
+        forms.append(all(unit.halved for unit in runtime_of(model).units))
+    assert forms == [True] * 3 + [False] * 3, forms
+    with torch.no_grad():
+        model(data_of(9))
+    for unit in runtime_of(model).units:
+        for master, published in zip(unit.masters, unit.published, strict=True):
+            assert torch.equal(published, master.to(published.dtype))
+    dist.destroy_process_group()
+
+
+def test_masters_are_put_together_for_good() -> None:
+    assert most_ranks() >= 2, "this test needs two GPUs"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(average_and_capture, (2, folder), nprocs=2)

@@ -93,7 +93,8 @@ def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: 
     lamina.debug(True)
     direct.LEAST_PIECE_BYTES = 0
     # NCCL sums float32 over more than two ranks in an order of its own: no wide norms then, and no sums that wait
-    precision = "bf16" if world == 2 else lamina.Precision(torch.bfloat16, keep=())
+    # with `max_norm`, masters over peers would lie in halves, whose weights round ties away from zero, as no cast does
+    precision = lamina.Precision(torch.bfloat16, halves=False, **({} if world == 2 else {"keep": ()}))
     ends = []
     for transport in ("c10d", "peer"):
         model = lamina.shard(build().float(), units=[Block], precision=precision, transport=transport)
