@@ -96,8 +96,10 @@ SCHEMES = {
     "bf16, fp32 masters": Scheme("bf16", torch.float32, NEAR, True),
     "born in bf16": Scheme("bf16", torch.bfloat16, NEAR, True),
     "bf16, halves": Scheme(lamina.Precision(compute=torch.bfloat16, halves=True), torch.float32, NEAR, True),
+    "bf16, free": Scheme(lamina.Precision(compute=torch.bfloat16), torch.float32, NEAR, True),  # lamina chooses halves
 }
-DRAWN_FIRST = tuple(SCHEMES)[:-1]
+DRAWN_FIRST = tuple(SCHEMES)[:-2]
+FREE_FROM = 80_000  # jobs of seeds below are what they were without it
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Case:
     sides: Sides | None = None
     penalty: str = ""  # over parameters, outside the forward: "before" or "behind" it in one loss, or "alone"
     wider: Wider = field(default_factory=Wider)
+    patience: int = 0  # steps, after which masters in halves are given up; 0: lamina has no choice
 
     @property
     def features(self) -> frozenset[str]:
@@ -155,7 +158,8 @@ class Case:
     def clips_in_step(self) -> bool:
         """Whether lamina's own optimizer does; it holds all parameters."""
         is_one = self.wider.optimizers in ("one", "groups")
-        return self.scheme.precision.halves and self.optimizer == "flat" and self.clip == 2.0 and is_one
+        lie_in_halves = self.scheme.precision.halves or self.patience > 0
+        return lie_in_halves and self.optimizer == "flat" and self.clip == 2.0 and is_one
 
     def rounds(self, layers: frozenset[str]) -> bool:
         """Whether gradients are sums in 16 bits, with a model of these layers.
@@ -214,7 +218,8 @@ def draw_case(seed: int, ranks: int, layers: frozenset[str] = frozenset()) -> Ca
         # weights change on the quick ranks while the late one still evaluates
         pairs = [(hurry.choice(["evaluate", "infer"]), hurry.choice(["scale", "load"])) for _ in range(STEPS)]
         case = replace(case, late=hurry.randrange(world), acts=tuple(pairs))
-    case = _draw_sides(_draw_more(case, random.Random(f"more {seed}")), layers)
+    case = _draw_more(case, random.Random(f"more {seed}"))
+    case = _draw_sides(_draw_free(case) if seed >= FREE_FROM else case, layers)
     case = _draw_wider(case, layers) if seed >= WIDER_FROM else case
     return _draw_units_of_tables(case, layers)
 
@@ -233,6 +238,18 @@ def _draw_more(case: Case, draw: random.Random) -> Case:
     if draw.random() < 0.15 and _may_be_halved(case):
         case = replace(case, precision="bf16, halves", transport="peer", ignores=False, penalty="")
     return case
+
+
+def _draw_free(case: Case) -> Case:
+    """Masters that lamina halves under our optimizer, which most of these jobs have, and gives up soon."""
+    draw = random.Random(f"free {case.seed}")
+    if draw.random() > 0.4 or not _may_be_halved(case):
+        return case
+    optimizer, clip = ("flat", 2.0) if draw.random() < 0.8 else (case.optimizer, case.clip)
+    case = replace(
+        case, precision="bf16, free", transport="peer", ignores=False, penalty="", patience=draw.randint(1, 3)
+    )
+    return replace(case, optimizer=optimizer, clip=clip)
 
 
 def _draw_sides(case: Case, layers: frozenset[str]) -> Case:
@@ -289,7 +306,7 @@ def _draw_units_of_tables(case: Case, layers: frozenset[str]) -> Case:
     draw = random.Random(f"units of tables {case.seed}")
     if "tables" not in layers or draw.random() < 0.3:
         return case
-    keeps = case.strategy == "hsdp" or case.scheme.precision.halves or draw.random() < 0.3
+    keeps = case.strategy == "hsdp" or case.scheme.precision.halves or case.patience or draw.random() < 0.3
     strategy = case.strategy if keeps else "zero3"
     return replace(case, units="tables", strategy=strategy, slots=draw.choice([1, 1, 1, 2, 3]))
 
@@ -299,7 +316,7 @@ def moved(case: Case, number: int, layers: frozenset[str]) -> Case:
     ranks = case.world if case.grid is None else math.prod(case.grid[0])
     other = draw_case(-(case.seed + number) - 1, ranks, layers)
     new = replace(case, slots=other.slots, debug=other.debug, units=other.units)
-    if case.precision != "bf16, halves":  # which not every layout has
+    if case.precision not in ("bf16, halves", "bf16, free"):  # which not every layout has
         new = replace(new, transport=other.transport, replicate=other.replicate)
         if not case.wider.batches or ranks == case.world == other.world:  # ranks keep their numbers
             new = replace(new, grid=other.grid, world=other.world, strategy=other.strategy)

@@ -11,8 +11,10 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 import lamina
 from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_case, ignored_of, place_on, units_of
 from fuzz.caught import fail, give_up, raise_once
+from fuzz.forms import coming_halves
 from fuzz.hooks import add_hooks
 from fuzz.layers import WIDTH, has_reentrant
 from fuzz.lookups import make_dense
@@ -31,6 +34,7 @@ from fuzz.sides import Keeper, Losses, begin_step, deviation_of_all, forget
 from fuzz.stranded import outdate, strand
 from fuzz.trainer import Trainer
 from fuzz.twins import average, rewind, twin
+from lamina.runtime import halving
 from lamina.runtime.assemble import RUNTIMES
 from parity.reference import difference, gradient_deviation, parameter_deviation
 
@@ -118,6 +122,13 @@ class Job:
         if self.case.sides and self.case.sides.hooked == moment:
             self.keepers[model].hang()
 
+    def refresh(self, trains: bool = False) -> None:
+        """The plain model's weights, for a forward that is to come. `trains`: with gradients."""
+        if self.case.patience:
+            names = coming_halves(self.model, trains)
+            self.reference.halved = {p for name, p in self.plain.named_parameters() if name in names}
+        self.reference.refresh()
+
     def losses(self, model: nn.Module, step: int, micro: int, rank: int) -> Losses:
         outputs, inputs, sides = [], [], list[Tensor]()
         keeper, overflow = self.keepers.get(model), self.case.wider.overflow
@@ -154,7 +165,7 @@ class Job:
         if number == 1:
             for trainer in self.trainers:
                 trainer.take_late()
-        self.reference.refresh()
+        self.refresh(trains=True)
         for model in (self.model, self.reference.model):
             begin_step(model, number)
         for keeper in self.keepers.values():
@@ -305,7 +316,7 @@ class Job:
 
     def evaluate(self, mode: Callable[[], Any] = torch.no_grad) -> None:
         data = self.data(99, self.rank, 0, 0)
-        self.reference.refresh()
+        self.refresh()
         with mode():
             found, wanted = (self.output(model, data, self.rank) for model in (self.model, self.reference.model))
             self.compare("evaluation", difference(found, wanted))
@@ -386,6 +397,10 @@ class Outcome:
 def run(case: Case, device: str) -> Job:
     """All steps of a job, and what happens between them."""
     lamina.debug(case.debug)
+    choices = ExitStack()
+    if case.patience:
+        choices.enter_context(patch.object(halving, "pays_on", lambda device: True))
+        choices.enter_context(patch.object(halving, "PATIENCE", case.patience))
     try:
         job = Job(case, device)
         for number in range(STEPS):
@@ -396,6 +411,7 @@ def run(case: Case, device: str) -> Job:
         forget(job.model)
     finally:
         lamina.debug(False)
+        choices.close()
     return job
 
 

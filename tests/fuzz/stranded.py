@@ -33,14 +33,14 @@ def outdate(job: Job) -> None:
     if not wanted:
         return
     job.scale()
-    job.reference.refresh()
+    job.refresh(trains=True)
     job.output(job.model, job.data(95, job.rank, 0, 0), job.rank)
     _compare(job, _run_plain(job, wanted), found)
 
 
 def _leave(job: Job) -> tuple[list[Tensor], Tensor]:
     """Losses of what forwards have left: of all ranks in one process, and this rank's."""
-    job.reference.refresh()
+    job.refresh(trains=True)
     wanted = [_loss_of(job, job.reference.model, rank) for rank in range(job.case.world)]
     return wanted if all(loss.requires_grad for loss in wanted) else [], _loss_of(job, job.model, job.rank)
 

@@ -84,7 +84,10 @@ class Average:
         _put(job.plain, self.plain)
         if self.kind == "clones":
             _put(job.model, self.clones)
-        job.reference.refresh()
+        job.refresh()
+        if job.case.patience and self.kind != "clones":
+            job.reference.halved = set()  # nothing steps the copy
+            job.reference.refresh()
         data = job.data(93, job.rank, 0, 0)
         wanted = job.output(job.reference.model, data, job.rank)
         job.compare(f"average: {self.kind}", difference(job.output(model, data, job.rank), wanted))
