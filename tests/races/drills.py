@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lamina
+from lamina.runtime import halving
 from races.watching import Watch
 
 WIDTH = 4
@@ -61,13 +63,22 @@ class Drill:
     defer: bool = False
     debug: bool = False
     replicas: int = 1  # of hsdp
+    patience: int = 0  # steps, after which masters that lamina has halved are whole again; 0: it halves none
 
     def __call__(self, watch: Watch) -> None:
         lamina.debug(self.debug)
+        pays, patience = (
+            patch.object(halving, "pays_on", self.pays_on),
+            patch.object(halving, "PATIENCE", self.patience),
+        )
         try:
-            self.train(watch)
+            with pays, patience:
+                self.train(watch)
         finally:
             lamina.debug(False)
+
+    def pays_on(self, device: torch.device) -> bool:
+        return self.patience > 0
 
     def train(self, watch: Watch) -> None:
         torch.manual_seed(0)
@@ -173,6 +184,7 @@ DRILLS = {
     "peer": Drill(transport="peer"),
     "peer, slots=3": Drill(transport="peer", slots=3, precision="bf16", max_norm=1.0),
     "peer, halves": Drill(transport="peer", slots=3, precision=HALVES, max_norm=1.0),
+    "peer, halves for a while": Drill(transport="peer", slots=3, precision="bf16", max_norm=1.0, patience=2),
     "peer, halves, nested": Drill(transport="peer", precision=HALVES, path=NESTED, flat=False),
 }
 ON_FOUR_RANKS = {
