@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina import cli
+from lamina.core import expandable
 from lamina.errors import UsageError
 from lamina.planner import memory
 from lamina.planner.choose import CLOSE, choose
@@ -491,3 +492,32 @@ def test_a_rung_that_fits_is_never_hidden_by_recomputation(measures: dict[str | 
     machine = dataclasses.replace(load_machine("h100"), gpus_per_node=8)
     choose(ask, 16, machine, Choice())
     assert asked == ["none"]
+
+
+def test_the_allocators_setting_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(expandable.VARIABLE, raising=False)
+
+    def planned(machine: str = "h100") -> lamina.planner.plan.Plan:
+        return lamina.plan(meta_gpt(2048, 6), 2, batch=8, seq=1024, strategy="zero3", machine=machine)
+
+    kept = planned()
+    saved = kept.expandable_saves
+    assert saved > 0.01 * kept.taken.memory.used_bytes
+    assert "less with PYTORCH_ALLOC_CONF=expandable_segments:True, set before CUDA is used" in str(kept)
+    with expandable.by_default():
+        grown = planned()
+    assert kept.taken.memory.used_bytes - grown.taken.memory.used_bytes == saved
+    assert grown.taken.memory.allocated_bytes == kept.taken.memory.allocated_bytes and grown.expandable_saves == 0
+    assert "with torch's expandable segments" in str(grown) and "less with" not in str(grown)
+    assert grown.as_dict()["expandable_segments"] is True and kept.as_dict()["expandable_segments"] is False
+
+
+def test_the_command_plans_with_the_setting_that_lamina_train_makes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", f"{__name__}:meta_gpt", "--json"]
+    monkeypatch.delenv(expandable.VARIABLE, raising=False)
+    assert cli.main(words) == 0 and json.loads(capsys.readouterr().out)["expandable_segments"] is True
+    assert expandable.asked_for() is None
+    monkeypatch.setenv(expandable.VARIABLE, "expandable_segments:False")
+    assert cli.main(words) == 0 and json.loads(capsys.readouterr().out)["expandable_segments"] is False

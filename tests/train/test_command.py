@@ -17,8 +17,11 @@ import torch
 import lamina
 from forked_programs import run_warm
 from lamina import cli
+from lamina.core import expandable
+from lamina.train import cli as train_cli
 from lamina.train.cli import _cut_short
 from lamina.train.folder import claimed_folder
+from lamina.train.run import Request
 from lamina.train.view import Plain, Progress, Relay, RelayReader, Terminal
 from train.runs import losses, write_text
 
@@ -195,3 +198,21 @@ def test_runs_that_start_side_by_side_take_two_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(lamina.UsageError, match="Give a folder that can be written"), claimed_folder(tmp_path / "file"):
         pass
+
+
+@pytest.mark.parametrize("gpus, supported, asked", [(2, True, True), (2, False, None), (0, True, None)])
+def test_ranks_on_gpus_get_the_allocators_setting(
+    gpus: int, supported: bool, asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def start_nothing(request: Request, ranks: int) -> int:
+        seen.append(expandable.asked_for())
+        return 0
+
+    monkeypatch.delenv(expandable.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(expandable, "is_supported", lambda: supported)
+    monkeypatch.setattr(train_cli, "_launch", start_nothing)
+    assert cli.main(["train", *SMALL.split(), "--output", str(tmp_path / "run"), "--nprocs", "2"]) == 0
+    assert seen == [asked] and expandable.asked_for() is None

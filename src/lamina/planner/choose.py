@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lamina.core import expandable
 from lamina.errors import UsageError
 from lamina.planner.machine import Machine
 from lamina.planner.measure_data import Measured
@@ -198,6 +199,8 @@ def _nothing_fits(
     ways = [] if gpus is None else [f"--gpus {gpus}, where zero3 with full recomputation fits"]
     if least.choice.transport == "peer" and not least.choice.halved:
         ways.append("--transport c10d, which publishes no weights")
+    if not machine.is_cpu and not least.choice.expandable:
+        ways.append(f"{expandable.VARIABLE}={expandable.SETTING}")
     if measured.workload.batch > 1:
         ways.append(f"a smaller batch than {measured.workload.batch} and --accumulate")
     ways += ["a shorter --seq", f"GPUs of more memory (--budget {-(-int(wanted) // unit)}{word} or more)"]

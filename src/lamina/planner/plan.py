@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamina.core import expandable
 from lamina.core.layout import short_dtype
 from lamina.core.strategy import Strategy, resolve
 from lamina.errors import UsageError
@@ -45,6 +46,10 @@ CAPTURED = (
     "captured: as one CUDA graph, by lamina.capture, so that nothing waits for the host; memory is that of the eager",
     "step, and a graph's own pool takes more",
 )
+EXPANDABLE = (
+    f"with torch's expandable segments: {expandable.VARIABLE}={expandable.SETTING}, which `lamina train` sets by itself"
+)
+WORTH_NAMING = 0.01  # of what is used
 MOST_ROWS = 6  # moments of a step that are shown
 
 
@@ -64,6 +69,7 @@ class Plan:
     gains: tuple[str, ...]  # what would gain most next, the largest first
     transport: str = "auto"  # that was asked for
     precision: Precision = field(default_factory=Precision)  # that was asked for
+    expandable_saves: int = 0  # bytes of the way taken that torch's expandable segments would save
 
     @property
     def taken(self) -> Rung:
@@ -124,6 +130,7 @@ class Plan:
             "batch": self.batch,
             "seq": self.seq,
             "taken": self.taken.title,
+            "expandable_segments": self.taken.choice.expandable,
             "arguments": taken,
             "rungs": rows,
             "gains": list(self.gains),
@@ -166,7 +173,13 @@ class Plan:
         step = max(1, len(memory.moments) // MOST_ROWS)
         shown = memory.moments[::step]
         curve = ", ".join(f"{moment.place} {in_units(moment.total_bytes, unit_bytes)}" for moment in shown)
-        return [*lines, f"  through the step: {curve}"]
+        lines.append(f"  through the step: {curve}")
+        if self.taken.choice.expandable:
+            lines.append(f"  {EXPANDABLE}")
+        elif self.expandable_saves >= WORTH_NAMING * memory.used_bytes:
+            saved = size_text(self.expandable_saves)
+            lines.append(f"  {saved} less with {expandable.VARIABLE}={expandable.SETTING}, set before CUDA is used")
+        return lines
 
     def _time(self) -> list[str]:
         lines = [f"time of {self.taken.title}: {self.taken.time.text()}"]
@@ -282,6 +295,7 @@ def plan(
         wire=chosen.wire,
         transport="peer" if chosen.halves else transport,
         halved=chosen.halves,
+        expandable=kind == "cuda" and expandable.asked_for() is True,
         sums="exchange" if kind == "cpu" and slots > 1 else "auto",
     )
     if strategy is None:
@@ -311,7 +325,23 @@ def plan(
     gained = gains(decision.taken.time, taken.workload, choice, where, others, fits, chosen.halves)
     if not decision.taken.fits and not choice.halved and choice.transport == "peer":
         gained += _saved_by_halves(decision.taken, taken, where, limit)
-    return Plan(model_name, taken.numel, gpus, where, batch, seq, decision, names, numels, gained, transport, chosen)
+    expanding = forecast_memory(taken, replace(choice, expandable=kind == "cuda"), where, limit)
+    saved_bytes = decision.taken.memory.used_bytes - expanding.used_bytes
+    return Plan(
+        model_name,
+        taken.numel,
+        gpus,
+        where,
+        batch,
+        seq,
+        decision,
+        names,
+        numels,
+        gained,
+        transport,
+        chosen,
+        saved_bytes,
+    )
 
 
 def _saved_by_halves(rung: Rung, measured: Measured, machine: Machine, limit: int | None) -> tuple[str, ...]:

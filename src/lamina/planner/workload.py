@@ -92,6 +92,7 @@ class Choice:
     transport: str = "c10d"  # or "peer": one-sided copies inside a node, where parameters are split
     # masters in halves (`Precision(halves=True)`), over peers; None: as lamina chooses, which `settled` says
     halved: bool | None = False
+    expandable: bool = False  # torch's setting `expandable_segments:True`, on GPUs
     gradients: str = "auto"  # or "laid out", side by side: runtimes of before did so over peers too
     compiled: bool = False  # each unit but the root by itself
     captured: bool = False  # the step is one CUDA graph (lamina.capture): the device never waits for the host

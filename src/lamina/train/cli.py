@@ -23,6 +23,7 @@ import torch
 import tyro
 
 from lamina.checkpoint.api import latest
+from lamina.core import expandable
 from lamina.errors import LaminaError, LaunchError, UsageError
 from lamina.launch import CPU_RANKS, launch
 from lamina.train.config import ELSEWHERE, Config, read_toml, to_toml
@@ -92,7 +93,8 @@ def _train(argv: list[str]) -> int:
         print(to_toml(config), end="")
         return 0
     if command.dry_run:
-        print(dry_run(config, machine.ranks, machine.on_gpu))
+        with expandable.by_default():
+            print(dry_run(config, machine.ranks, machine.on_gpu))
         return 0
     if config.data is not None:
         read_documents(config.data)  # what is wrong with it is said before anything is started
@@ -100,12 +102,13 @@ def _train(argv: list[str]) -> int:
         open_folder(config.model)  # and the hub is asked once
     if config.sharding.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for torch, in the ranks
-    if _under_launcher():
-        run(Request(replace(config, output=config.output or str(next_folder(RUNS))), command.resume is not None))
-        return 0
-    with nullcontext(config.output) if config.output else claimed_folder(RUNS) as output:
-        request = Request(replace(config, output=output), command.resume is not None, relayed=True)
-        return _launch(request, machine.ranks)
+    with expandable.by_default() if machine.on_gpu and expandable.is_supported() else nullcontext():
+        if _under_launcher():
+            run(Request(replace(config, output=config.output or str(next_folder(RUNS))), command.resume is not None))
+            return 0
+        with nullcontext(config.output) if config.output else claimed_folder(RUNS) as output:
+            request = Request(replace(config, output=output), command.resume is not None, relayed=True)
+            return _launch(request, machine.ranks)
 
 
 def _parse(argv: list[str], file: str | None) -> Command:

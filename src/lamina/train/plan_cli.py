@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from lamina.core import expandable
 from lamina.core.options import Options, check_writable, write
 from lamina.errors import LaminaError, UsageError
 from lamina.planner.choose import check_gpus
@@ -29,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     """`lamina plan ...`; the exit code."""
     try:
         options = _parser().read(argv)
-        return _plan(options) if options.compare is None else _compare(options)
+        with expandable.by_default():  # as `lamina train` does
+            return _plan(options) if options.compare is None else _compare(options)
     except LaminaError as error:
         print(f"lamina plan: {error}", file=sys.stderr)
         return 1
