@@ -54,7 +54,8 @@ BIG_SUMS = tuple(
         "deep_2048",
     )
 )
-TODAY = tuple(f"{name}_2xH200" for name in ("sums_1b", "core_1b", "eager_1b_2048", "recompute_3b"))
+ROOM_FOR_SOME = ("sums_1b_2xH200",)  # none where all is recomputed, some with halves
+TODAY = tuple(f"{name}_2xH200" for name in ("core_1b", "eager_1b_2048", "recompute_3b", "halves_1b", "expandable_1b"))
 SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
 WAYS = {  # of gpu_step, as strategy and transport; when these were measured, `lamina-peer` kept its masters whole
     "lamina": ("zero3", "c10d"),
@@ -78,7 +79,8 @@ class Found(NamedTuple):
     given: bool = False  # the model lay on the device
     gives_back: bool = False  # the runtime gives that memory back
     room_part: float = 0.0
-    is_todays: bool = False
+    has_small_sums: bool = False
+    expandable: bool = False
     own_bytes: int = 0  # of a communicator of the job's
 
 
@@ -97,7 +99,7 @@ def own_rows(path: Path) -> Iterator[Found]:
 
 def gpu_step_rows() -> Iterator[Found]:
     loop: dict[str, float] = {}
-    for name in (*BEFORE, *WITHOUT_ROOM, *BIG_SUMS, *TODAY):
+    for name in (*BEFORE, *WITHOUT_ROOM, *BIG_SUMS, *ROOM_FOR_SOME, *TODAY):
         data = json.loads((HERE.parent / "gpu_step" / "results" / f"{name}.json").read_text())
         by_way = {entry["way"]: entry for entry in data["rows"]}
         machine, loop = machine_of(data["card"]), by_way.get("reference", loop)
@@ -109,10 +111,12 @@ def gpu_step_rows() -> Iterator[Found]:
             if way in by_way and not (name in BEFORE and transport == "peer"):
                 row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
                 sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
-                is_todays = name in TODAY
-                room_part = room.KEPT if recompute == "none" and (is_todays or name in BIG_SUMS) else 0.0
-                lay = name not in BEFORE, room_part, is_todays
-                yield Found(row, 2, machine, *sizes, transport, way.endswith("-halves"), True, *lay, own_bytes)
+                halved = way.endswith("-halves")
+                room_part = room.KEPT if recompute == "none" and name not in (*BEFORE, *WITHOUT_ROOM) else 0.0
+                if name in TODAY:
+                    room_part = room.part(recompute, 2, halved)
+                lay = name not in BEFORE, room_part, name in (*ROOM_FOR_SOME, *TODAY), "expandable" in data["command"]
+                yield Found(row, 2, machine, *sizes, transport, halved, True, *lay, own_bytes)
 
 
 def machine_of(card: str) -> Machine:
@@ -140,9 +144,10 @@ def line(found: Found) -> str:
     forecast = forecast_memory(model, choice, found.machine)
     beside_bytes = forecast.used_bytes - forecast.reserved_bytes
     factors = resolve(row.strategy, found.gpus)
-    if not found.is_todays:
+    if not found.has_small_sums:
         beside_bytes += more_bytes(factors, forecast.state.is_one_sided, found.machine)
     lay = {"given": found.given, "gives_back": found.gives_back, "room_part": found.room_part}
+    lay["expandable"] = found.expandable
     run = reserve(model, forecast.state, factors, **lay)
     assert run is not None
     pairs = (
@@ -152,6 +157,7 @@ def line(found: Found) -> str:
     )
     where = f"{found.gpus} x {found.machine.name}"
     where += f", `{found.transport}`{', masters in halves' * found.halved}, built on the device" if found.given else ""
+    where += ", expandable segments" * found.expandable
     figures = (f"{forecast / GIB:.2f} / {seen:.2f} ({forecast / GIB / seen - 1:+.1%})" for forecast, seen in pairs)
     return "| " + " | ".join([where, *map(str, row), *figures]) + " |"
 

@@ -1,7 +1,7 @@
-"""What torch's allocator reserves with and without room for gradients (src/lamina/core/room.py): forecasts, no GPU.
+"""What torch's allocator reserves with and without room for gradients (src/lamina/core/room.py), and with segments that
+are expandable (src/lamina/core/expandable.py) besides: forecasts, no GPU.
 
-Of models that are made unit by unit; those that were
-built on the device: compare.py.
+Of models that are made unit by unit; those that were built on the device: compare.py.
 
 python benchmarks/plan_memory/room.py > benchmarks/plan_memory/results/room.md             # some minutes
 """
@@ -57,24 +57,27 @@ CASES = (
 
 
 def main() -> None:
-    print("| model | tokens | recompute | strategy | GPUs | micro-batches | allocated | reserved before | with room |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = "model | tokens | recompute | strategy | GPUs | micro-batches"
+    print(f"| {columns} | allocated | reserved before | with room | expandable |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     shares = []
     for case in CASES:
         model, factors = measured(case.size, case.tokens, case.recompute), resolve(case.strategy, case.gpus)
         choice = Choice(case.strategy, case.gpus, recompute=case.recompute, accumulation=case.accumulation)
         state = forecast_memory(model, choice, load_machine("h200")).state
+        part = room.part(case.recompute, case.gpus, halved=False)
         runs = [
-            reserve(model, state, factors, case.accumulation, room_part=part)
-            for part in (0.0, room.part(case.recompute, case.gpus, halved=False))
+            reserve(model, state, factors, case.accumulation, room_part=its_part, expandable=expandable)
+            for its_part, expandable in ((0.0, False), (part, False), (part, True))
         ]
-        before, now = (run.reserved_bytes for run in runs if run is not None)
+        before, now, grown = (run.reserved_bytes for run in runs if run is not None)
         allocated = max(run.allocated_bytes for run in runs if run is not None)
-        shares.append((before / allocated, now / allocated))
+        shares.append((before / allocated, now / allocated, grown / allocated))
         sizes = f"{allocated / GIB:.2f} | {before / GIB:.2f} | {now / GIB:.2f} ({now / before - 1:+.1%})"
+        sizes += f" | {grown / GIB:.2f} ({grown / now - 1:+.1%})"
         print("| " + " | ".join(map(str, case)) + f" | {sizes} |", flush=True)
-    before, now = (statistics.mean(column) for column in zip(*shares, strict=True))
-    print(f"\nReserved over allocated, in the mean: {before:.3f} before, {now:.3f} with room.")
+    before, now, grown = (statistics.mean(column) for column in zip(*shares, strict=True))
+    print(f"\nReserved over allocated, in the mean: {before:.3f} before, {now:.3f} with room, {grown:.3f} expandable.")
 
 
 if __name__ == "__main__":
