@@ -67,6 +67,11 @@ def of_a_block(model: nn.Module) -> list[nn.Parameter]:
     return list(model.blocks[0].parameters())
 
 
+def of_what_still_trains(model: nn.Module) -> AdamW:
+    model.blocks[0].up.requires_grad_(False)
+    return AdamW([p for p in model.parameters() if p.requires_grad], max_norm=1.0)
+
+
 ALL, NONE = [True, True, True], [False, False, False]
 HOLDERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], list[bool], str]] = {
     "clips": (clipping, ALL, "masters in halves, for lamina.optim.AdamW clips"),
@@ -79,6 +84,7 @@ HOLDERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], list[bool
         "masters in halves in 1 of 3 units.*; whole in 2",
     ),
     "of a matrix": (lambda m: AdamW([m.blocks[0].up.weight], max_norm=1.0), NONE, "masters whole, for no lamina"),
+    "of what still trains": (of_what_still_trains, ALL, "masters in halves"),
     "of what is not frozen": (
         lambda m: AdamW([p for p in m.parameters() if p.requires_grad], max_norm=1.0),
         ALL,
@@ -433,6 +439,37 @@ def test_a_captured_step_has_whole_masters() -> None:
     assert run_ranks(2, captured) == [[], []]
 
 
+def ties() -> list[str]:
+    """What is published is rounded as its masters lie: with every change of their form it is published anew."""
+    wrong = []
+    for shard in (lamina.shard, shard_symmetrically):
+        with halves_pay():
+            model = make(shard=shard)
+        optimizer, x = clipping(model), batch(0, dist.get_rank(), torch.float32)
+        optimizer.max_norm = None
+
+        def published(model: nn.Module = model, x: Tensor = x) -> float:
+            with torch.no_grad():
+                model(x)
+            return max(t.float().max().item() for u in runtime_of(model).units for t in u.published if t.dtype is BF16)
+
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(1 + 2.0**-8)  # between 1 and 1 + 2 ** -7
+        seen = [published()]
+        optimizer.max_norm = 0.5
+        seen += [published(), published()]
+        capture.keep_masters_whole()
+        seen += [published(), published()]
+        if seen != [1.0, 1 + 2.0**-7, 1 + 2.0**-7, 1.0, 1.0]:
+            wrong.append(str(seen))
+    return wrong
+
+
+def test_ties_are_rounded_as_masters_lie() -> None:
+    assert run_ranks(2, ties) == [[], []]
+
+
 # ---- beside training -----------------------------------------------------------------------------------------------
 
 
@@ -453,6 +490,13 @@ def beside(folder: str) -> list[str]:
             wrong.append("saved and loaded")
         if not all(halved_units(pair.free)) or not all(halved_units(other.free)):
             wrong.append("a save is no reason to give up")
+        for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+            lamina.save(Path(folder) / f"behind {model is pair.free}", model, optimizer, wait=False)
+        pair.each(train, range(3, 4))
+        if pair.differ() or are_whole(pair.free) or not all(halved_units(pair.free)):
+            wrong.append("a save in the background holds no masters")
+        lamina.checkpoint.finish()
+        pair.each(train, range(4, 6))  # three touches in a row would be one too many
         twin, before = copy.deepcopy(pair.free), bits_of(pair.free)
         x = batch(7, dist.get_rank(), torch.float32)
         with torch.no_grad():
