@@ -82,7 +82,7 @@ def serve(rank: int, world: int, store_port: int, pipe: Connection, stack_file: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     global _threads
     deadline = time.monotonic() + 10.0
-    while (_threads := _gloo_threads()) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
+    while (_threads := _threads_of_groups()) < THREADS_OF_A_GROUP and time.monotonic() < deadline:
         time.sleep(1e-3)  # a thread has its name once it has run
     gc.collect()
     gc.freeze()  # torch's own objects need not be looked at after every call
@@ -147,8 +147,9 @@ def _answer(call: Call) -> Answer:
 
 
 _modules = 0  # how many were imported when `_set_aside` last acted
-THREADS_OF_A_GROUP = 3  # torch's two, and Gloo's that looks after the connections
-_threads = 0  # of Gloo's, in one group
+# Torch's own. One of Gloo's looks after the connections; it stays with the last work of a group, which is no garbage.
+THREAD_NAME, THREADS_OF_A_GROUP = "gloo_runloop", 2
+_threads = 0  # of torch's, in one group
 
 
 def _set_aside() -> None:
@@ -160,24 +161,24 @@ def _set_aside() -> None:
     import torch.distributed as dist
 
     global _modules
-    if len(sys.modules) > _modules and _has_gloo_threads(_threads * len(dist.distributed_c10d._world.pg_map)):
+    if len(sys.modules) > _modules and _has_threads_of_groups(_threads * len(dist.distributed_c10d._world.pg_map)):
         _modules = len(sys.modules)
         gc.freeze()
 
 
-def _has_gloo_threads(count: int) -> bool:
+def _has_threads_of_groups(count: int) -> bool:
     """A thread that has ended, and has been waited for, is to be seen a moment longer, on a busy machine."""
     deadline = time.monotonic() + 0.1
-    while (found := _gloo_threads()) > count and time.monotonic() < deadline:
+    while (found := _threads_of_groups()) > count and time.monotonic() < deadline:
         time.sleep(5e-3)
     return found == count
 
 
-def _gloo_threads() -> int:
+def _threads_of_groups() -> int:
     count = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # one that has ended
-            count += "gloo" in (task / "comm").read_text()
+            count += THREAD_NAME in (task / "comm").read_text()
     return count
 
 
@@ -223,6 +224,9 @@ def _end_groups() -> None:
     for group in list(world.pg_names):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    group_sets = sys.modules.get("lamina.core.group_sets")
+    if group_sets is not None:
+        group_sets.free_sets(())  # which forgets the ended ones that it keeps for a next model
 
 
 def _reset() -> None:

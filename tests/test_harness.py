@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 import harness
+import harness_worker
+import lamina
 from harness import RankFailure, RankTimeout, expect_error, run_alone, run_ranks
 from lamina.errors import UnitError
 
@@ -111,6 +113,17 @@ def garbage_and_size_of_a_look() -> tuple[int, int]:
     return sum(left() is not None for left in _left), len(gc.get_objects())
 
 
+def import_and_train(module: str) -> None:
+    importlib.import_module(module)
+    model = lamina.shard(torch.nn.Linear(4, 4), transport="c10d")
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def groups_and_size_of_a_look() -> tuple[int, int]:
+    return harness_worker._threads_of_groups() // harness_worker.THREADS_OF_A_GROUP, len(gc.get_objects())
+
+
 _kept: list[object] = []
 
 
@@ -168,6 +181,16 @@ def test_after_a_call_its_garbage_is_gone_and_what_it_imported_is_not_looked_thr
     run_ranks(1, import_and_leave_garbage, "_pydecimal")  # of 500 functions
     ((left, size),) = run_ranks(1, garbage_and_size_of_a_look)
     assert left == 0 and size < before + 200
+
+
+def test_groups_of_a_model_end_with_its_call() -> None:
+    begin_anew(2)
+    run_ranks(2, import_and_train, "string")
+    before = run_ranks(2, groups_and_size_of_a_look)
+    run_ranks(2, import_and_train, "_pydecimal")
+    after = run_ranks(2, groups_and_size_of_a_look)
+    assert [groups for groups, _ in before + after] == [1] * 4
+    assert all(size < old + 200 for (_, old), (_, size) in zip(before, after, strict=True)), (before, after)
 
 
 def test_nothing_is_set_aside_while_a_group_is_alive() -> None:
