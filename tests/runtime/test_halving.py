@@ -404,6 +404,16 @@ def between_forwards() -> list[str]:
         train(model, optimizer, range(2))
     if late.differ() or not all(halved_units(late.free)):
         wrong.append("an optimizer that is built between them")
+    kept = Pair(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    for model in kept.models:
+        with lamina.keep(model.blocks[0]):
+            optimizer = clipping(model)  # weights that are kept may not change
+            backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, range(2))
+    if kept.differ() or not all(halved_units(kept.free)):
+        wrong.append("an optimizer that is built while weights are kept")
     return wrong
 
 

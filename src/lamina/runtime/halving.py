@@ -80,7 +80,7 @@ def leave_free(units: Iterable[Unit], halves: bool | None) -> None:
 
 def choose(units: Sequence[Unit], lanes: Lanes) -> Iterator[Unit]:
     """Note [Free]: before a publishing. Gives the units whose masters have changed their form."""
-    free = [unit for unit in units if unit.halving.is_free]
+    free = [unit for unit in units if unit.halving.is_free and not unit.kept]
     for unit in free if torch.is_grad_enabled() else ():
         if unit.halved and unit.dirty.value and _is_tired(unit):
             stay_whole(unit, TOUCHED)
