@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -64,7 +65,7 @@ def test_who_waits_for_rank_0s_port_says_so(monkeypatch: pytest.MonkeyPatch, cap
         held.bind(("127.0.0.1", 0))  # and does not listen
         port, said = held.getsockname()[1], ""
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(start_up._await_port, "127.0.0.1", port, "3")
+            waiting = pool.submit(start_up._connected, dist.HashStore, "127.0.0.1", port, "3")
             while not said:
                 time.sleep(0.01)
                 said = capfd.readouterr().err
@@ -79,7 +80,51 @@ def test_a_port_that_stays_shut_is_an_error_in_the_end(monkeypatch: pytest.Monke
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         with pytest.raises(TransportError, match="rank 1 has waited .* for rank 0 to open port"):
-            start_up._await_port("127.0.0.1", held.getsockname()[1], "1")
+            start_up._connected(dist.HashStore, "127.0.0.1", held.getsockname()[1], "1")
+
+
+@pytest.fixture
+def held_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Another program's, which takes connections and says nothing."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(held.getsockname()[1]))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        yield held
+
+
+def test_rank_0_whose_port_is_taken_says_so(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TransportError, match=f"cannot open port {held_port.getsockname()[1]} .*another program"):
+        start_up.store_of_ranks()
+
+
+def test_ranks_that_meet_another_program_say_so_and_give_up(
+    held_port: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(start_up, "NOTICES_S", (0.2,))
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=0.6))
+    with pytest.raises(TransportError, match="rank 1 has waited .* for an answer from port .*another program"):
+        start_up.store_of_ranks()
+    assert "rank 1 has waited 0 s for an answer from port" in capfd.readouterr().err
+
+
+def test_what_answers_and_is_no_store_is_named(held_port: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=5))
+
+    def answer() -> None:
+        for _ in range(2):  # whether somebody listens; the store's client
+            with held_port.accept()[0] as line:
+                line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(answer)
+        with pytest.raises(TransportError, match="MASTER_PORT"):
+            start_up.store_of_ranks()
 
 
 def test_ranks_that_do_not_come_are_named_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,15 @@ rank will not come at all only `lamina.launch` can know; a rank that is late is 
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 import torch.distributed as dist
 
@@ -60,7 +63,7 @@ def store_of_ranks() -> tuple[dist.Store, int, int]:
     """The store that rank 0 holds, by torch's variables, with this rank and how many there are.
 
     Raises:
-        TransportError: rank 0 has not opened it within torch's time for a group.
+        TransportError: a variable is missing, rank 0 cannot open its port, or has not within torch's time for a group.
     """
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in variables if name not in os.environ]:
@@ -68,11 +71,17 @@ def store_of_ranks() -> tuple[dist.Store, int, int]:
             f"{', '.join(missing)} not set, beside RANK: start the ranks by torchrun, or set all of them"
         )
     rank, world, host, port = (os.environ[name] for name in variables)
-    if rank != "0":
-        _await_port(host, int(port), rank)
-    limit = dist.distributed_c10d.default_pg_timeout
-    waits = {"wait_for_workers": False, "multi_tenant": True}
-    return dist.TCPStore(host, int(port), int(world), rank == "0", limit, **waits), int(rank), int(world)
+    make = functools.partial(
+        dist.TCPStore,
+        host,
+        int(port),
+        int(world),
+        rank == "0",
+        dist.distributed_c10d.default_pg_timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return (_opened(make, port) if rank == "0" else _connected(make, host, int(port), rank)), int(rank), int(world)
 
 
 def _limit_s() -> float:
@@ -80,21 +89,65 @@ def _limit_s() -> float:
     return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def _await_port(host: str, port: int, rank: str) -> None:
-    began, notices = time.monotonic(), list(NOTICES_S)
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=ANSWER_S).close()
-            return
-        except OSError as error:
-            waited_s, why = time.monotonic() - began, str(error)
-        where = f"rank 0 to open port {port} of {host} (MASTER_PORT, MASTER_ADDR): {why}"
+def _opened(make: Callable[[], dist.Store], port: str) -> dist.Store:
+    try:
+        return make()
+    except dist.DistNetworkError as error:
+        raise TransportError(
+            f"rank 0 cannot open port {port} (MASTER_PORT), which another program may hold: type another one for all "
+            f"ranks. {error}"
+        ) from error
+
+
+class _Patience:
+    """Of a rank that waits for rank 0: it says so now and then, and gives up after torch's time for a group."""
+
+    def __init__(self, rank: str) -> None:
+        self.rank, self.began, self.notices = rank, time.monotonic(), list(NOTICES_S)
+
+    def go_on(self, for_what: str) -> None:
+        """Raises `TransportError` when it is at its end."""
+        waited_s = time.monotonic() - self.began
+        said = f"rank {self.rank} has waited {waited_s:.0f} s for {for_what}"
         if waited_s > _limit_s():
-            raise TransportError(f"rank {rank} has waited {waited_s:.0f} s for {where}")
-        if notices and waited_s > notices[0]:
-            del notices[0]
-            print(f"lamina: rank {rank} has waited {waited_s:.0f} s for {where}", file=sys.stderr, flush=True)
-        time.sleep(10 * PAUSE_S)
+            raise TransportError(said)
+        if self.notices and waited_s > self.notices[0]:
+            del self.notices[0]
+            print(f"lamina: {said}", file=sys.stderr, flush=True)
+
+
+def _connected(make: Callable[[], dist.Store], host: str, port: int, rank: str) -> dist.Store:
+    patience, where = _Patience(rank), f"port {port} of {host} (MASTER_PORT, MASTER_ADDR)"
+    while (why := _closed(host, port)) is not None:
+        patience.go_on(f"rank 0 to open {where}: {why}")
+        time.sleep(PAUSE_S)
+    found: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        try:
+            found.set_result(make())
+        except BaseException as error:
+            found.set_exception(error)
+
+    # on a thread of its own: torch waits without end for an answer, and hears no Ctrl-C meanwhile
+    threading.Thread(target=connect, daemon=True, name="lamina connects to rank 0's store").start()
+    while not wait([found], timeout=PAUSE_S).done:
+        patience.go_on(f"an answer from {where}: is it rank 0 that listens there, or another program?")
+    try:
+        return found.result()
+    except dist.DistNetworkError as error:
+        raise TransportError(
+            f"what listens at {where} is not rank 0's store: type another port for all ranks"
+        ) from error
+
+
+def _closed(host: str, port: int) -> str | None:
+    """Why nobody listens there; None: somebody does."""
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def meet(store: dist.Store, rank: int, world: int) -> None:
