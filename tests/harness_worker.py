@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -217,16 +218,26 @@ def _a_model_is_alive() -> bool:
 
 
 def _end_groups() -> None:
-    """End the groups of models that are gone on all ranks: each has a thread that wakes a hundred times a second."""
+    """End the groups of models that are gone on all ranks: each has a thread that wakes a hundred times a second.
+
+    It hears of its end when it wakes, and whoever ends the group waits for it: they are ended side by side.
+    """
+    boxes = _forget_groups()
+    with ThreadPoolExecutor(len(boxes) or 1) as pool:
+        list(pool.map(list.clear, boxes))
+
+
+def _forget_groups() -> list[list[Any]]:
+    """All groups but the world's, known to nobody any more, each in a box of its own."""
     import torch.distributed as dist
 
-    world = dist.distributed_c10d._world
-    for group in list(world.pg_names):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    boxes = [[group] for group in list(dist.distributed_c10d._world.pg_names) if group is not dist.group.WORLD]
+    for (group,) in boxes:
+        dist.destroy_process_group(group)
     group_sets = sys.modules.get("lamina.core.group_sets")
     if group_sets is not None:
         group_sets.free_sets(())  # which forgets the ended ones that it keeps for a next model
+    return boxes
 
 
 def _reset() -> None:
