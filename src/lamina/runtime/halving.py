@@ -117,10 +117,11 @@ def _note_other_form(unit: Unit) -> None:
 
 
 def _is_tired(unit: Unit) -> bool:
-    was_touched = unit.has_whole_masters or any(master.was_touched for master in unit.halved.values())
-    unit.halving.touched_steps = unit.halving.touched_steps + 1 if was_touched else 0
+    was_touched = False
     for master in unit.halved.values():
+        was_touched = was_touched or master.was_touched or master.whole is not None
         master.was_touched = False
+    unit.halving.touched_steps = unit.halving.touched_steps + 1 if was_touched else 0
     return unit.halving.touched_steps >= PATIENCE
 
 
