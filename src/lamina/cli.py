@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 USAGE = """lamina: fully sharded training for PyTorch
 
@@ -42,7 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if missing.name == PARTS[word]:
             return _refused(f"`lamina {word}` is not built yet")
         return _refused(f"`lamina {word}` needs {missing.name}: pip install {missing.name}")
-    return part.main(rest)
+    return _read_to_the_end(part.main, rest)
+
+
+def _read_to_the_end(part: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
+    """Its exit code; that of a program ended by SIGPIPE where nobody reads on, as behind `| head`."""
+    try:
+        code = part(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more when it ends
+        os.close(nowhere)
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _refused(message: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -521,3 +522,14 @@ def test_the_command_plans_with_the_setting_that_lamina_train_makes(
     assert expandable.asked_for() is None
     monkeypatch.setenv(expandable.VARIABLE, "expandable_segments:False")
     assert cli.main(words) == 0 and json.loads(capsys.readouterr().out)["expandable_segments"] is False
+
+
+def test_a_table_that_nobody_reads_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        assert cli.main(["plan", f"{__name__}:meta_gpt"]) == 141
+    assert "Traceback" not in capfd.readouterr().err
