@@ -351,6 +351,35 @@ def test_holders_that_come_late() -> None:
     assert run_ranks(2, late_holder) == [[], []]
 
 
+def shard_partly_frozen(model: Model, strategy: Any, **options: Any) -> nn.Module:
+    model.blocks[1].requires_grad_(False)
+    return lamina.shard(model, strategy, **options)
+
+
+def thawed() -> list[str]:
+    """A unit that was frozen when the model was sharded, and trains later."""
+    pair, wrong = Pair(clipping, shard=shard_partly_frozen), []
+    for number in range(6):
+        if number == 3:
+            for model in pair.models:
+                model.blocks[1].requires_grad_(True)
+        pair.each(train, range(number, number + 1))
+        if pair.differ() or halved_units(pair.free) != [True, True, number > 3]:
+            wrong.append(f"step {number}: {halved_units(pair.free)}")
+    if pair.publish_differently() or are_whole(pair.free) or "; whole" in note_of(pair.free):
+        wrong.append(f"in the end: {note_of(pair.free)}")
+    asked = make(halves=True, shard=shard_partly_frozen)
+    asked.blocks[1].requires_grad_(True)
+    train(asked, clipping(asked), range(1))
+    if "whole in 1 of 3 units, for they were frozen when the model was sharded" not in note_of(asked):
+        wrong.append(note_of(asked))
+    return wrong
+
+
+def test_what_trains_later() -> None:
+    assert run_ranks(2, thawed) == [[], []]
+
+
 def replaced() -> list[str]:
     """Optimizers that are thrown away: what comes after them steps the same masters."""
     wrong = []

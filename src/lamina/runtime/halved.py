@@ -37,9 +37,14 @@ if TYPE_CHECKING:
     from lamina.runtime.unit import Unit
 
 
+def has_halves(segment: Segment) -> bool:
+    """What is computed in fp32 is published as it is."""
+    return segment.compute is torch.bfloat16 and segment.master is torch.float32
+
+
 def may_be_halved(segment: Segment) -> bool:
-    """Frozen masters are what they came as, and what is computed in fp32 is published as it is."""
-    return segment.trainable and segment.compute is torch.bfloat16 and segment.master is torch.float32
+    """Frozen masters stay what they came as, until they train."""
+    return segment.trainable and has_halves(segment)
 
 
 class HalvedMaster:

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from lamina.core.lanes import Lanes
 from lamina.core.strategy import Factors
-from lamina.runtime.halved import may_be_halved, put_together, take_apart
+from lamina.runtime.halved import has_halves, may_be_halved, put_together, take_apart
 
 if TYPE_CHECKING:
     from lamina.runtime.unit import Unit
 
 PATIENCE = 3  # steps in a row
 NO_HOLDER = "no lamina.optim.AdamW(max_norm=...) holds all of them (float('inf') clips nothing, and will do)"
+FROZEN = "they were frozen when the model was sharded"
 TOUCHED = "something else touches parameters at every step, such as an average of them, a norm, or an optimizer"
 
 
@@ -72,10 +73,10 @@ def why_never(halves: bool | None, factors: Factors, device: torch.device) -> st
 def leave_free(units: Iterable[Unit], halves: bool | None) -> None:
     """Note [Free] 1, of units for which nothing has been chosen; `halves`: what was asked for."""
     for unit in units:
-        if not halves and unit.sharded and not unit.halving.why_whole:
-            why = why_never(halves, unit.mesh.factors, unit.mesh.device)
-            unit.halving.is_free = not why and any(map(may_be_halved, unit.layout.segments))
-            unit.halving.why_whole = "" if unit.halving.is_free else why
+        if unit.sharded and not unit.halving.why_whole:
+            why = FROZEN if halves else why_never(halves, unit.mesh.factors, unit.mesh.device)
+            unit.halving.is_free = not why and any(map(has_halves, unit.layout.segments))
+            unit.halving.why_whole = why
 
 
 def choose(units: Sequence[Unit], lanes: Lanes) -> Iterator[Unit]:
@@ -85,7 +86,7 @@ def choose(units: Sequence[Unit], lanes: Lanes) -> Iterator[Unit]:
         if unit.halved and unit.dirty.value and _is_tired(unit):
             stay_whole(unit, TOUCHED)
             yield unit
-    waiting = [unit for unit in free if unit.halving.is_free and not unit.halved]
+    waiting = [unit for unit in free if unit.halving.is_free and unit.trainable and not unit.halved]
     held = list(_held()) if waiting else []
     for unit in waiting if held else ():
         params = _halvable(unit)
