@@ -94,8 +94,8 @@ def _opened(make: Callable[[], dist.Store], port: str) -> dist.Store:
         return make()
     except dist.DistNetworkError as error:
         raise TransportError(
-            f"rank 0 cannot open port {port} (MASTER_PORT), which another program may hold: type another one for all "
-            f"ranks. {error}"
+            f"the ranks cannot meet: rank 0 cannot open port {port} (MASTER_PORT), which another program may hold. Give "
+            f"torchrun another --master-port, or all ranks another MASTER_PORT. {error}"
         ) from error
 
 
@@ -137,7 +137,7 @@ def _connected(make: Callable[[], dist.Store], host: str, port: int, rank: str) 
         return found.result()
     except dist.DistNetworkError as error:
         raise TransportError(
-            f"what listens at {where} is not rank 0's store: type another port for all ranks"
+            f"what listens at {where} is not rank 0's store: give all ranks another MASTER_PORT"
         ) from error
 
 
