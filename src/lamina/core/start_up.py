@@ -94,8 +94,8 @@ def _opened(make: Callable[[], dist.Store], port: str) -> dist.Store:
         return make()
     except dist.DistNetworkError as error:
         raise TransportError(
-            f"the ranks cannot meet: rank 0 cannot open port {port} (MASTER_PORT), which another program may hold. Give "
-            f"torchrun another --master-port, or all ranks another MASTER_PORT. {error}"
+            f"the ranks cannot meet: rank 0 cannot open port {port} (MASTER_PORT), which another program may hold. "
+            f"Give torchrun another --master-port, or all ranks another MASTER_PORT. {error}"
         ) from error
 
 
