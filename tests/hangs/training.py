@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,11 @@ def short_limits() -> Iterator[None]:
         yield
     finally:
         watch.configure(watch.Limits())
+
+
+def under_short_limits(act: Callable[..., Any], *args: Any) -> Any:
+    with short_limits():
+        return act(*args)
 
 
 def build(transport: str = "auto") -> nn.Module:

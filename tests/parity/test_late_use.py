@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
+from hangs.training import under_short_limits
 from harness import expect_error, run_ranks
 from lamina.runtime.programs import CLEAN_ENDS
 from parity.reference import TOLERANCE, Recipe, one_process, sharded
@@ -131,4 +132,4 @@ def leave_a_program() -> None:
 
 def test_leaving_a_program_at_whose_end_nobody_waits_is_named() -> None:
     words = ("rank 0", "leaves its program for `forward of experts.", "transport='peer'", "lamina.keep")
-    expect_error(2, leave_a_program, error="Disagreement", contains=words)
+    expect_error(2, under_short_limits, leave_a_program, error="Disagreement", contains=words)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
+from hangs.training import under_short_limits
 from harness import RankFailure, expect_error, run_ranks
 from lamina.core.slots import SlotState
 from lamina.runtime.assemble import RUNTIMES
@@ -366,4 +367,4 @@ def one_forward_more_on_rank_0() -> None:
 
 def test_an_extra_forward_on_one_rank_is_a_named_error() -> None:
     words = ["rank 0", "rank 1", "forward", "backward"]
-    expect_error(2, one_forward_more_on_rank_0, error="Disagreement", contains=words, timeout=20)
+    expect_error(2, under_short_limits, one_forward_more_on_rank_0, error="Disagreement", contains=words, timeout=20)
