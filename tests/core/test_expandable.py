@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import json
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +18,11 @@ from lamina.core import expandable
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(expandable.VARIABLE, raising=False)
-    monkeypatch.delenv(expandable.OLDER_NAME, raising=False)
+    for name in expandable.NAMES:
+        monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("name", [expandable.VARIABLE, expandable.OLDER_NAME])
+@pytest.mark.parametrize("name", expandable.NAMES)
 @pytest.mark.parametrize(
     ("text", "asked"),
     [
@@ -41,10 +45,52 @@ def test_what_a_user_has_set_is_read_and_stays(
         assert dict(os.environ) == before
 
 
-def test_the_newer_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(expandable.VARIABLE, "expandable_segments:False")
-    monkeypatch.setenv(expandable.OLDER_NAME, "expandable_segments:True")
-    assert expandable.asked_for() is False
+def answers_of_torch(settings: list[dict[str, str]]) -> list[bool]:
+    """What torch takes from an environment; it reads it once a process."""
+    asks = """
+import json, os, sys, torch
+for setting in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(setting)
+        print("expandable_segments:True" in torch._C._accelerator_getAllocatorSettings(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    command = [sys.executable, "-c", asks, json.dumps(settings)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    return [line == "True" for line in lines]
+
+
+def test_of_several_names_the_one_that_torch_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [None, "", "expandable_segments:True", "max_split_size_mb:64"]
+    choices = [dict(zip(expandable.NAMES, each, strict=True)) for each in itertools.product(values, repeat=3)]
+    settings = [{name: value for name, value in choice.items() if value is not None} for choice in choices]
+    ours = []
+    for setting in settings:
+        with monkeypatch.context() as patch:
+            for name, value in setting.items():
+                patch.setenv(name, value)
+            ours.append(expandable.asked_for() is True)
+    assert ours == answers_of_torch(settings)
+
+
+@pytest.mark.parametrize("name", expandable.NAMES)
+@pytest.mark.parametrize(
+    ("text", "others"),
+    [
+        ("", ""),
+        ("expandable_segments:False", ""),
+        ("max_split_size_mb:64, expandable_segments:False,", "max_split_size_mb:64,"),
+        ("roundup_power2_divisions:[256:1,>:2]", "roundup_power2_divisions:[256:1,>:2],"),
+    ],
+)
+def test_what_is_advised_asks_for_it_and_keeps_the_rest(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, others: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    assert expandable.request() == f"{name}={others}expandable_segments:True"
+    monkeypatch.setenv(*expandable.request().split("=", 1))
+    assert expandable.asked_for() is True
 
 
 def test_the_default_ends_with_the_command_also_by_an_error() -> None:

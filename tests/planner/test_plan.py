@@ -496,7 +496,8 @@ def test_a_rung_that_fits_is_never_hidden_by_recomputation(measures: dict[str | 
 
 
 def test_the_allocators_setting_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv(expandable.VARIABLE, raising=False)
+    for name in expandable.NAMES:
+        monkeypatch.delenv(name, raising=False)
 
     def planned(machine: str = "h100") -> lamina.planner.plan.Plan:
         return lamina.plan(meta_gpt(2048, 6), 2, batch=8, seq=1024, strategy="zero3", machine=machine)
@@ -517,7 +518,8 @@ def test_the_command_plans_with_the_setting_that_lamina_train_makes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", f"{__name__}:meta_gpt", "--json"]
-    monkeypatch.delenv(expandable.VARIABLE, raising=False)
+    for name in expandable.NAMES:
+        monkeypatch.delenv(name, raising=False)
     assert cli.main(words) == 0 and json.loads(capsys.readouterr().out)["expandable_segments"] is True
     assert expandable.asked_for() is None
     monkeypatch.setenv(expandable.VARIABLE, "expandable_segments:False")

@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-VARIABLE, OLDER_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # the first counts where both are set
+VARIABLE = "PYTORCH_ALLOC_CONF"
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", VARIABLE)  # the first that is set counts, even if empty
 NAME = "expandable_segments"
 SETTING = f"{NAME}:True"
 MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -20,11 +21,29 @@ MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 def asked_for() -> bool | None:
     """What the environment says; None: it says nothing of torch's allocator."""
-    text = os.environ.get(VARIABLE, os.environ.get(OLDER_NAME))
-    if text is None:
+    name = _name_that_counts()
+    if name is None:
         return None
-    settings = dict(setting.partition(":")[::2] for setting in text.replace(" ", "").split(","))
+    settings = dict(setting.partition(":")[::2] for setting in _settings(name))
     return settings.get(NAME) == "True"
+
+
+def request() -> str:
+    """`NAME=VALUE` that asks for it beside what the environment says already."""
+    name = _name_that_counts()
+    if name is None:
+        return f"{VARIABLE}={SETTING}"
+    others = [setting for setting in _settings(name) if setting and not setting.startswith(f"{NAME}:")]
+    return f"{name}={','.join([*others, SETTING])}"
+
+
+def _name_that_counts() -> str | None:
+    return next((name for name in NAMES if name in os.environ), None)
+
+
+def _settings(name: str) -> list[str]:
+    """Lists in brackets come in pieces."""
+    return os.environ[name].replace(" ", "").split(",")
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def _nothing_fits(
     if least.choice.transport == "peer" and not least.choice.halved:
         ways.append("--transport c10d, which publishes no weights")
     if not machine.is_cpu and not least.choice.expandable:
-        ways.append(f"{expandable.VARIABLE}={expandable.SETTING}")
+        ways.append(expandable.request())
     if measured.workload.batch > 1:
         ways.append(f"a smaller batch than {measured.workload.batch} and --accumulate")
     ways += ["a shorter --seq", f"GPUs of more memory (--budget {-(-int(wanted) // unit)}{word} or more)"]

@@ -178,7 +178,7 @@ class Plan:
             lines.append(f"  {EXPANDABLE}")
         elif self.expandable_saves >= WORTH_NAMING * memory.used_bytes:
             saved = size_text(self.expandable_saves)
-            lines.append(f"  {saved} less with {expandable.VARIABLE}={expandable.SETTING}, set before CUDA is used")
+            lines.append(f"  {saved} less with {expandable.request()}, set before CUDA is used")
         return lines
 
     def _time(self) -> list[str]:
