@@ -210,9 +210,18 @@ def test_ranks_on_gpus_get_the_allocators_setting(
         seen.append(expandable.asked_for())
         return 0
 
-    monkeypatch.delenv(expandable.VARIABLE, raising=False)
+    def plan_nothing(config: object, ranks: int, on_gpu: bool) -> str:
+        seen.append(expandable.asked_for())
+        return ""
+
+    for name in expandable.NAMES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(expandable, "is_supported", lambda: supported)
     monkeypatch.setattr(train_cli, "_launch", start_nothing)
-    assert cli.main(["train", *SMALL.split(), "--output", str(tmp_path / "run"), "--nprocs", "2"]) == 0
-    assert seen == [asked] and expandable.asked_for() is None
+    monkeypatch.setattr(train_cli, "dry_run", plan_nothing)
+    words = ["train", *SMALL.split(), "--output", str(tmp_path / "run"), "--nprocs", "2"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--dry-run"]) == 0
+    assert seen == [asked, True if supported else None], "without GPUs a forecast is that of others"
+    assert expandable.asked_for() is None

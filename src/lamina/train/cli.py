@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -93,7 +93,7 @@ def _train(argv: list[str]) -> int:
         print(to_toml(config), end="")
         return 0
     if command.dry_run:
-        with expandable.by_default():
+        with _expandable_segments():
             print(dry_run(config, machine.ranks, machine.on_gpu))
         return 0
     if config.data is not None:
@@ -102,13 +102,18 @@ def _train(argv: list[str]) -> int:
         open_folder(config.model)  # and the hub is asked once
     if config.sharding.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for torch, in the ranks
-    with expandable.by_default() if machine.on_gpu and expandable.is_supported() else nullcontext():
+    with _expandable_segments() if machine.on_gpu else nullcontext():
         if _under_launcher():
             run(Request(replace(config, output=config.output or str(next_folder(RUNS))), command.resume is not None))
             return 0
         with nullcontext(config.output) if config.output else claimed_folder(RUNS) as output:
             request = Request(replace(config, output=output), command.resume is not None, relayed=True)
             return _launch(request, machine.ranks)
+
+
+def _expandable_segments() -> AbstractContextManager[None]:
+    """They are asked for, unless a GPU here has none."""
+    return expandable.by_default() if expandable.is_supported() else nullcontext()
 
 
 def _parse(argv: list[str], file: str | None) -> Command:
