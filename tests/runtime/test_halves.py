@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -321,6 +322,40 @@ def copies() -> list[str]:
             wrong.append(f"adopt: {p.name}")
     lamina.check(model)
     return wrong
+
+
+def from_a_fork() -> list[str]:
+    """What the child of a rank, which trains on, reads of a parameter in halves and of one that was whole."""
+    model, optimizer = trained(True)
+    params = {"halved": model.blocks[0].up.weight, "whole": model.head.weight}
+    before, said = params["whole"].local.clone(), []
+    for param in params.values():
+        (go, start), (answer, reply) = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.read(go, 1)
+                os.write(reply, str(torch.equal(param.local, before)).encode())
+            except BaseException as error:
+                os.write(reply, str(error).encode())
+            finally:
+                os._exit(0)
+        backward(model, 3)
+        optimizer.step()
+        optimizer.zero_grad()
+        os.write(start, b"!")
+        said.append(os.read(answer, 1000).decode())
+        os.waitpid(child, 0)
+        for end in (go, start, answer, reply):
+            os.close(end)
+        before = params["whole"].local.clone()
+    return said
+
+
+def test_a_forked_process_reads_no_halves_that_its_rank_goes_on_writing() -> None:
+    for rank, (halved, whole) in enumerate(run_ranks(2, from_a_fork, timeout=60)):
+        assert halved.startswith(f"this process was forked from rank {rank}, which goes on writing"), halved
+        assert whole == "True"
 
 
 def beside(folder: str) -> list[str]:

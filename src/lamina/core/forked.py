@@ -29,6 +29,15 @@ def refuse_in_fork() -> None:
         )
 
 
+def refuse_shared_in_fork(what: str) -> None:
+    """Raise in the child of a rank; called before memory is read that both have, and the rank goes on writing to."""
+    if Fork.rank is not None:
+        raise StateError(
+            f"this process was forked from rank {Fork.rank}, which goes on writing to memory in which {what} lie: read "
+            "them before the fork, and give the process plain tensors (`p.local.clone()`)"
+        )
+
+
 def _note_fork() -> None:
     if dist.is_available() and dist.is_initialized():
         Fork.rank = dist.get_rank()

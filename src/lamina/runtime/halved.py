@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lamina.core.forked import refuse_shared_in_fork
 from lamina.core.halves import halve, join
 from lamina.core.lanes import Lane, Lanes, Mark, StreamLane
 from lamina.core.layout import Segment
@@ -73,6 +74,7 @@ class HalvedMaster:
     def make_whole(self) -> Tensor:
         """The masters themselves, (S,) float32. Queued on compute."""
         if self.whole is None:
+            refuse_shared_in_fork("halves of these parameters")
             self.was_touched = True
             with torch.inference_mode(False), torch.no_grad():
                 self.await_halved()
