@@ -34,7 +34,7 @@ from lamina.core.mesh import DataMesh
 from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_SHARE, inbox_bytes
 from lamina.core.slots import Slot
 from lamina.runtime.gathering import Gatherer, Route
-from lamina.runtime.halved import take_apart
+from lamina.runtime.halved import may_be_halved, take_apart
 from lamina.runtime.halving import choose, leave_free, stay_whole
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport
@@ -57,8 +57,23 @@ def why_not_peers(
         return "slots=1 asks for the least memory" if slots == 1 else ""
     extra_bytes = published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, wire))
     if extra_bytes > AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory:
-        return f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
+        why = f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
+        left_bytes = extra_bytes - _halvable_bytes(layouts, meshes)
+        if left_bytes < extra_bytes:
+            why += (
+                f"; {left_bytes / 2**30:.2f} where lamina.optim.AdamW(max_norm=...) steps: type transport='peer' then"
+            )
+        return why
     return ""
+
+
+def _halvable_bytes(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) -> int:
+    """Published, and half of the masters where these lie in halves."""
+    found = 0
+    for layout, factors in zip(layouts, (mesh.factors for mesh in meshes), strict=True):
+        if factors.shards_parameters and factors.optimizer == factors.params:
+            found += sum(s.compute_bytes // factors.params for s in layout.segments if may_be_halved(s))
+    return found
 
 
 def open_peers(
