@@ -329,7 +329,8 @@ def test_under_torchrun_the_function_is_just_called(tmp_path: Path) -> None:
         """
         import os
         from lamina.launch import launch
-        print("result", launch(lambda rank: rank, args=(os.environ["RANK"],)))
+        result = launch(lambda rank: rank, args=(os.environ["RANK"],))
+        print(f"result {result}\\n", end="")  # in one piece: what ranks print is not to be mixed
         """,
         before=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     )

@@ -166,6 +166,14 @@ def parts_of(model: Net) -> dict[str, weakref.ref[Any]]:
     return {name: weakref.ref(part) for name, part in parts.items() if part is not None}
 
 
+def remaining(parts: dict[str, weakref.ref[Any]]) -> list[str]:
+    """Names of those that are alive, though the watch's thread has had the time to end its report."""
+    deadline = time.monotonic() + REPORT_S
+    while (found := [name for name, part in parts.items() if part() is not None]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
 def stay(way: str, keep: str) -> list[str]:
     """What is alive when the model has been dropped, and the collector has not run unless torch needs it, too."""
     before = mapped_regions()
@@ -181,9 +189,7 @@ def stay(way: str, keep: str) -> list[str]:
         left.clear()
         if keep == "circle":
             gc.collect()
-        deadline = time.monotonic() + REPORT_S
-        while (found := [name for name, part in parts.items() if part() is not None]) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        found = remaining(parts)
         regions = mapped_regions()
         return found if regions == before else [*found, f"{regions - before} regions"]
     finally:
@@ -239,7 +245,9 @@ def refused(way: str) -> list[str]:
         graphs = left[-9:] if keep == "left" else [KEEPS[keep](model, output)]
         model.zero_grad()
         left.clear()
+        engine = weakref.ref(RUNTIMES[model].engine)
         del model, output
+        wrong += [f"{keep}: {name} is alive" for name in remaining({"the engine": engine})]
         # what nobody has seen leave leads to parameters that are plain, and the user's own again
         for number, graph in enumerate(graphs if not (is_plain and keep == "left") else []):
             try:
