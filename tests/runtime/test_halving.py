@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -476,6 +477,46 @@ def captured() -> list[str]:
 
 def test_a_captured_step_has_whole_masters() -> None:
     assert run_ranks(2, captured) == [[], []]
+
+
+def in_a_step(model: nn.Module, number: int) -> tuple[bool, int]:
+    """Whether masters are whole when activations are there, and touched steps."""
+    loss = model(batch(number, dist.get_rank(), torch.float32)).float().sum()
+    seen = are_whole(model), sum(unit.halving.touched_steps for unit in runtime_of(model).units)
+    loss.backward()
+    return seen
+
+
+def memory_of_the_other_form() -> list[str]:
+    """It is gone before the forward in which the form changes, though the optimizer has stepped the old one."""
+    wrong = []
+    with halves_pay():
+        model = make()
+    optimizer = AdamW(groups_of(model))
+    train(model, optimizer, range(2))
+    optimizer.max_norm = 0.5
+    for number in range(2, 4):
+        if (seen := in_a_step(model, number)) != (False, 0):
+            wrong.append(f"step {number}, on the way to halves: {seen}")
+        optimizer.step()
+        optimizer.zero_grad()
+    halved = [weakref.ref(master) for unit in runtime_of(model).units for master in unit.halved.values()]
+    for number in range(4, 8):
+        in_a_step(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        log(model, optimizer, None, number)
+        if number == 6:
+            in_a_step(model, 7)
+            left = sum(master() is not None for master in halved)
+            if any(halved_units(model)) or left or not halved:
+                wrong.append(f"{left} of {len(halved)} still there, {halved_units(model)}")
+            optimizer.zero_grad()
+    return wrong
+
+
+def test_the_memory_of_the_other_form_is_gone_before_the_forward() -> None:
+    assert run_ranks(2, memory_of_the_other_form) == [[], []]
 
 
 def ties() -> list[str]:

@@ -220,6 +220,10 @@ class AdamW(torch.optim.AdamW):
             if len(before) != len(call.published) or not all(map(is_same_place, before, call.published)):
                 call.table = None
 
+    def let_go(self) -> None:
+        """Masters come to lie in other memory: what is drawn of them is given up until the next step."""
+        self._calls, self._kinds, self._masters = (), None, ()
+
     def rehearse(self, on: bool) -> None:
         """From here on steps launch what a recorded one will, or (`on=False`) no longer. See `lamina.capture`."""
         self._rehearses, self._recorded = on, ()

@@ -43,6 +43,9 @@ class Clips(Protocol):
     max_norm: float | None
     param_groups: list[dict[str, Any]]
 
+    def let_go(self) -> None:
+        """Hold no part of any masters until the next step."""
+
 
 CLIPPING: weakref.WeakSet[Clips] = weakref.WeakSet()
 
@@ -92,6 +95,7 @@ def choose(units: Sequence[Unit], lanes: Lanes) -> Iterator[Unit]:
         params = _halvable(unit)
         if params and any(params <= ids for ids in held) and _may_change(unit):
             unit.check_masters()
+            _have_let_go()
             take_apart(unit, lanes)
             _note_other_form(unit)
             yield unit
@@ -107,8 +111,15 @@ def stay_whole(unit: Unit, why: str) -> None:
     unit.halving.is_free, unit.halving.why_whole = False, why
     if unit.halved:
         unit.check_masters()
+        _have_let_go()
         put_together(unit)
         _note_other_form(unit)
+
+
+def _have_let_go() -> None:
+    """Else the form that is left keeps its memory until after the backward, when optimizers look anew."""
+    for optimizer in list(CLIPPING):
+        optimizer.let_go()
 
 
 def _note_other_form(unit: Unit) -> None:
