@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 import lamina
 from harness import run_ranks
+from lamina.core.lanes import Lanes
 from lamina.core.shard_tensor import Shard
 from lamina.optim import AdamW, capture
-from lamina.runtime import gradients, halving
+from lamina.runtime import gradients, halved, halving
 from lamina.runtime.access import runtime_of
+from lamina.runtime.halved import HalvedMaster
 from optim.training import Block, Model, batch, groups_of
 from runtime.test_halves import BF16, Life, are_whole, backward, bits_of, publish_ties_away, published_by
 from transport.test_symmetric import shard_symmetrically
@@ -500,7 +502,7 @@ def memory_of_the_other_form() -> list[str]:
             wrong.append(f"step {number}, on the way to halves: {seen}")
         optimizer.step()
         optimizer.zero_grad()
-    halved = [weakref.ref(master) for unit in runtime_of(model).units for master in unit.halved.values()]
+    masters = [weakref.ref(master) for unit in runtime_of(model).units for master in unit.halved.values()]
     for number in range(4, 8):
         in_a_step(model, number)
         optimizer.step()
@@ -508,15 +510,58 @@ def memory_of_the_other_form() -> list[str]:
         log(model, optimizer, None, number)
         if number == 6:
             in_a_step(model, 7)
-            left = sum(master() is not None for master in halved)
-            if any(halved_units(model)) or left or not halved:
-                wrong.append(f"{left} of {len(halved)} still there, {halved_units(model)}")
+            left = sum(master() is not None for master in masters)
+            if any(halved_units(model)) or left or not masters:
+                wrong.append(f"{left} of {len(masters)} still there, {halved_units(model)}")
             optimizer.zero_grad()
     return wrong
 
 
 def test_the_memory_of_the_other_form_is_gone_before_the_forward() -> None:
     assert run_ranks(2, memory_of_the_other_form) == [[], []]
+
+
+def without_memory() -> list[str]:
+    """There is none for whole masters when they are to be put together, or somebody interrupts: training goes on."""
+    pair, wrong = Pair(clipping), []
+    makes, calls = HalvedMaster.make_whole, []
+
+    def fails_second(master: HalvedMaster) -> Tensor:
+        calls.append(master)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return makes(master)
+
+    for number in range(9):
+        if number == 3:
+            with patch.object(HalvedMaster, "make_whole", fails_second):
+                try:
+                    backward(pair.free, number)
+                    wrong.append("memory was not asked for")
+                except torch.OutOfMemoryError:
+                    pass
+        pair.each(train, range(number, number + 1))
+        pair.each(log, None, number)
+        if pair.differ():
+            wrong.append(f"step {number}")
+    with patch.object(halved, "join", side_effect=KeyboardInterrupt):
+        master = HalvedMaster(torch.ones(3), torch.zeros(3, dtype=BF16), Lanes(torch.device("cpu")))
+        master.make_halves(master.lanes.compute)
+        try:
+            master.make_whole()
+        except KeyboardInterrupt:
+            pass
+    if (
+        any(halved_units(pair.free))
+        or pair.publish_differently()
+        or not torch.equal(master.make_whole(), torch.ones(3))
+    ):
+        wrong.append(f"in the end: {halved_units(pair.free)}")
+    return wrong
+
+
+def test_a_change_of_form_that_fails_changes_no_number() -> None:
+    assert run_ranks(2, without_memory) == [[], []]
 
 
 def ties() -> list[str]:

@@ -78,8 +78,9 @@ class HalvedMaster:
             self.was_touched = True
             with torch.inference_mode(False), torch.no_grad():
                 self.await_halved()
-                self.whole = torch.empty(self.numel, dtype=torch.float32, device=self.remainders.device)
-                join(self.weights, self.remainders, self.whole)
+                whole = torch.empty(self.numel, dtype=torch.float32, device=self.remainders.device)
+                join(self.weights, self.remainders, whole)
+                self.whole = whole
         return self.whole
 
     def make_halves(self, lane: Lane) -> bool:
@@ -154,9 +155,11 @@ def take_apart(unit: Unit, lanes: Lanes) -> None:
 
 def put_together(unit: Unit) -> None:
     """Undo `take_apart`. Its masters are to be published anew."""
-    for number in list(unit.halved):
+    for number, master in list(unit.halved.items()):
         with torch.inference_mode(False), torch.no_grad():
-            _lie_in(unit, number, unit.halved.pop(number).retire(), None)
+            whole = master.retire()  # there may be no memory for it
+            del unit.halved[number]
+            _lie_in(unit, number, whole, None)
 
 
 def _lie_in(unit: Unit, number: int, memory: Tensor, halved: HalvedMaster | None) -> None:

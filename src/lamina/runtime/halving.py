@@ -108,12 +108,12 @@ def _may_change(unit: Unit) -> bool:
 
 def stay_whole(unit: Unit, why: str) -> None:
     """From now on, and for good."""
-    unit.halving.is_free, unit.halving.why_whole = False, why
     if unit.halved:
         unit.check_masters()
         _have_let_go()
         put_together(unit)
         _note_other_form(unit)
+    unit.halving.is_free, unit.halving.why_whole = False, why
 
 
 def _have_let_go() -> None:
