@@ -102,11 +102,14 @@ class HalvedMaster:
         return True
 
     def retire(self) -> Tensor:
-        """The masters themselves, which nobody will halve again; what was handed out of them stays a part of them."""
+        """The masters themselves, which nobody will halve again; what was handed out of them stays a part of them.
+
+        They must be whole.
+        """
+        assert self.whole is not None
         self.await_halved()  # whose memory is given back
-        whole = self.make_whole()
         self.remainders = self.weights = torch.empty(0)
-        return whole
+        return self.whole
 
     def await_halved(self) -> None:
         """What compute does next comes after the last halving."""
@@ -144,22 +147,25 @@ class HalvedPlace(Reach):
 
 def take_apart(unit: Unit, lanes: Lanes) -> None:
     """Let the published ranges of a unit be halves of its masters, from the next `publish()` on."""
-    for number, segment in enumerate(unit.layout.segments):
-        if number in unit.halved:
-            unit.halved[number].stand_on(unit.published[number], lanes)
-        elif may_be_halved(segment):
-            with torch.inference_mode(False), torch.no_grad():
-                master = unit.halved[number] = HalvedMaster(unit.masters[number], unit.published[number], lanes)
-                _lie_in(unit, number, master.husk, master)
+    made = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for number, segment in enumerate(unit.layout.segments):
+            if number in unit.halved:
+                unit.halved[number].stand_on(unit.published[number], lanes)
+            elif may_be_halved(segment):
+                made[number] = HalvedMaster(unit.masters[number], unit.published[number], lanes)
+        for number, master in made.items():  # for all of which there is memory
+            unit.halved[number] = master
+            _lie_in(unit, number, master.husk, master)
 
 
 def put_together(unit: Unit) -> None:
     """Undo `take_apart`. Its masters are to be published anew."""
-    for number, master in list(unit.halved.items()):
-        with torch.inference_mode(False), torch.no_grad():
-            whole = master.retire()  # there may be no memory for it
-            del unit.halved[number]
-            _lie_in(unit, number, whole, None)
+    for master in unit.halved.values():
+        master.make_whole()  # if there is no memory for one, nothing has changed
+    with torch.inference_mode(False), torch.no_grad():
+        for number in list(unit.halved):
+            _lie_in(unit, number, unit.halved.pop(number).retire(), None)
 
 
 def _lie_in(unit: Unit, number: int, memory: Tensor, halved: HalvedMaster | None) -> None:
