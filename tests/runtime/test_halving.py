@@ -564,6 +564,32 @@ def test_a_change_of_form_that_fails_changes_no_number() -> None:
     assert run_ranks(2, without_memory) == [[], []]
 
 
+def written_before_a_step() -> list[str]:
+    """What a step does not write is published with the next forward, also where the step publishes what it writes."""
+    wrong = []
+    for shard in (lamina.shard, shard_symmetrically):
+        pair = Pair(clipping, shard=shard)
+        for number in range(5):
+            for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
+                backward(model, number)
+                with torch.no_grad():
+                    for param in (model.frozen.weight, model.blocks[0].norm.weight, model.blocks[1].up.weight):
+                        param.local.mul_(0.9)
+                optimizer.step()
+                optimizer.zero_grad()
+            if pair.differ():
+                wrong.append(f"step {number}")
+        with torch.no_grad():
+            seen = [model(batch(7, dist.get_rank(), torch.float32)) for model in pair.models]
+        if pair.differ() or not torch.equal(*seen):
+            wrong.append("in the end")
+    return wrong
+
+
+def test_writes_between_a_backward_and_its_step_are_seen() -> None:
+    assert run_ranks(2, written_before_a_step) == [[], []]
+
+
 def ties() -> list[str]:
     """What is published is rounded as its masters lie: with every change of their form it is published anew."""
     wrong = []

@@ -153,6 +153,8 @@ class AdamW(torch.optim.AdamW):
         scaling = Scaling(scale, found_inf, None if self.max_norm is None else self._clip_factor(scale))
         for counts in self._counts:
             torch._foreach_add_(counts, 1)
+        if scaling.factor is not None:
+            _note_earlier_writes((*self._leading, *self._others))
         cast = set()  # units that are not published by the step
         for leads, units in ((True, self._leading), (False, self._others)):
             for call in self._calls:
@@ -343,6 +345,13 @@ class AdamW(torch.optim.AdamW):
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _note_earlier_writes(units: Sequence[Unit]) -> None:
+    """Such as to the `p.local` of a frozen parameter: no step publishes these."""
+    for unit in units:
+        if unit.published and unit.was_written():
+            unit.dirty.mark()
 
 
 def _note_written(units: Sequence[Unit], cast: Set[Unit]) -> None:
