@@ -92,6 +92,7 @@ LONGEST = (
     "test_freezing.py",
     "test_past_outputs.py",
     "test_halving.py",
+    "test_changed_forms.py",
     "test_misuse.py",
     "test_overflow.py",
     "test_hooks_on_outputs.py",
