@@ -65,7 +65,7 @@ def test_who_waits_for_rank_0s_port_says_so(monkeypatch: pytest.MonkeyPatch, cap
         held.bind(("127.0.0.1", 0))  # and does not listen
         port, said = held.getsockname()[1], ""
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(start_up._connected, dist.HashStore, "127.0.0.1", port, "3")
+            waiting = pool.submit(start_up._connected, dist.HashStore, "127.0.0.1", port, 3)
             while not said:
                 time.sleep(0.01)
                 said = capfd.readouterr().err
@@ -80,7 +80,7 @@ def test_a_port_that_stays_shut_is_an_error_in_the_end(monkeypatch: pytest.Monke
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         with pytest.raises(TransportError, match="rank 1 has waited .* for rank 0 to open port"):
-            start_up._connected(dist.HashStore, "127.0.0.1", held.getsockname()[1], "1")
+            start_up._connected(dist.HashStore, "127.0.0.1", held.getsockname()[1], 1)
 
 
 @pytest.fixture
@@ -139,4 +139,25 @@ def test_variables_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(TransportError, match="MASTER_PORT not set"):
+        start_up.store_of_ranks()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("MASTER_PORT", "abc", "whole numbers: .*'abc'"),
+        ("MASTER_PORT", "", "whole numbers"),
+        ("MASTER_PORT", "70000", "from 1 to 65535"),
+        ("WORLD_SIZE", "two", "whole numbers: .*'two'"),
+        ("RANK", "2", "RANK=2 and WORLD_SIZE=2"),
+        ("RANK", "-1", "RANK=-1"),
+    ],
+)
+def test_variables_that_make_no_sense_are_named(
+    name: str, text: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", name: text}
+    for variable, value in values.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(TransportError, match=told):
         start_up.store_of_ranks()

@@ -535,3 +535,10 @@ def test_a_table_that_nobody_reads_to_its_end(
         monkeypatch.setattr(sys, "stdout", nobody)
         assert cli.main(["plan", f"{__name__}:meta_gpt"]) == 141
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_captured_step_is_planned_with_whole_masters() -> None:
+    asked: dict[str, Any] = {"batch": 8, "seq": 512, "strategy": "zero3", "machine": "h100", "transport": "peer"}
+    captured, eager = (lamina.plan(meta_gpt(1024), 2, capture=capture, **asked) for capture in (True, False))
+    assert eager.taken.choice.halved and not captured.taken.choice.halved
+    assert captured.taken.memory.state.masters > eager.taken.memory.state.masters

@@ -56,7 +56,7 @@ def by_default() -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[VARIABLE]
+        os.environ.pop(VARIABLE, None)
 
 
 def is_supported() -> bool:

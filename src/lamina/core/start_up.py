@@ -63,25 +63,34 @@ def store_of_ranks() -> tuple[dist.Store, int, int]:
     """The store that rank 0 holds, by torch's variables, with this rank and how many there are.
 
     Raises:
-        TransportError: a variable is missing, rank 0 cannot open its port, or has not within torch's time for a group.
+        TransportError: a variable is missing or makes no sense, rank 0 cannot open its port, or has not within torch's
+            time for a group.
     """
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in variables if name not in os.environ]:
         raise TransportError(
             f"{', '.join(missing)} not set, beside RANK: start the ranks by torchrun, or set all of them"
         )
-    rank, world, host, port = (os.environ[name] for name in variables)
+    host = os.environ["MASTER_ADDR"]
+    try:
+        rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise TransportError(f"RANK, WORLD_SIZE and MASTER_PORT are whole numbers: {error}") from error
+    if not 0 <= rank < world:
+        raise TransportError(f"RANK={rank} and WORLD_SIZE={world}: ranks are numbered from 0 to WORLD_SIZE - 1")
+    if not 0 < port < 1 << 16:
+        raise TransportError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
     make = functools.partial(
         dist.TCPStore,
         host,
-        int(port),
-        int(world),
-        rank == "0",
+        port,
+        world,
+        rank == 0,
         dist.distributed_c10d.default_pg_timeout,
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return (_opened(make, port) if rank == "0" else _connected(make, host, int(port), rank)), int(rank), int(world)
+    return (_connected(make, host, port, rank) if rank else _opened(make, port)), rank, world
 
 
 def _limit_s() -> float:
@@ -89,7 +98,7 @@ def _limit_s() -> float:
     return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def _opened(make: Callable[[], dist.Store], port: str) -> dist.Store:
+def _opened(make: Callable[[], dist.Store], port: int) -> dist.Store:
     try:
         return make()
     except dist.DistNetworkError as error:
@@ -102,7 +111,7 @@ def _opened(make: Callable[[], dist.Store], port: str) -> dist.Store:
 class _Patience:
     """Of a rank that waits for rank 0: it says so now and then, and gives up after torch's time for a group."""
 
-    def __init__(self, rank: str) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank, self.began, self.notices = rank, time.monotonic(), list(NOTICES_S)
 
     def go_on(self, for_what: str) -> None:
@@ -116,11 +125,11 @@ class _Patience:
             print(f"lamina: {said}", file=sys.stderr, flush=True)
 
 
-def _connected(make: Callable[[], dist.Store], host: str, port: int, rank: str) -> dist.Store:
+def _connected(make: Callable[[], dist.Store], host: str, port: int, rank: int) -> dist.Store:
     patience, where = _Patience(rank), f"port {port} of {host} (MASTER_PORT, MASTER_ADDR)"
     while (why := _closed(host, port)) is not None:
         patience.go_on(f"rank 0 to open {where}: {why}")
-        time.sleep(PAUSE_S)
+        time.sleep(10 * PAUSE_S)  # many may ask one host
     found: Future[dist.Store] = Future()
 
     def connect() -> None:

@@ -43,9 +43,8 @@ BEATS_TO_MEET = 30  # after so many reports all ranks of this host have register
 SHORT_PAUSE_S = 0.05
 TEARDOWN_S = 5  # that a process whose ranks have parted may take to end
 NAMING_S = 5.0  # how long to look for the rank that broke a connection
-QUIET_S = (
-    1.0  # of it: rank 0, if it holds the store, may be about to end, and torch would print the stack of a word to it
-)
+# of it: rank 0, if it holds the store, may be about to end, and torch would print the stack of a word to it
+QUIET_S = 1.0
 NEXT_POLL = datetime.timedelta(seconds=0.25)
 
 

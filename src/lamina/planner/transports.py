@@ -30,14 +30,15 @@ def settled(choice: Choice, measured: Measured, machine: Machine) -> Choice:
     """The choice with the transport that it would get: "c10d" or "peer", and how masters would lie.
 
     One rank has no transport, and halves nothing. Left to lamina, masters are halved under an optimizer of lamina's
-    that clips, which is taken for granted, where peers of GPUs read weights (runtime/halving.py).
+    that clips, which is taken for granted, where peers of GPUs read weights (runtime/halving.py) and no step is
+    captured.
 
     Raises `UsageError` where peers are asked for and a gather group is larger than a node.
     """
     found = _over_its_transport(choice, measured, machine)
     if found.halved is not None:
         return found
-    pays = found.transport == "peer" and not machine.is_cpu
+    pays = found.transport == "peer" and not machine.is_cpu and not found.captured
     return replace(found, halved=pays and can_be_halved(found, measured))
 
 
