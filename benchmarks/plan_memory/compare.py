@@ -55,11 +55,19 @@ BIG_SUMS = tuple(
     )
 )
 ROOM_FOR_SOME = ("sums_1b_2xH200",)  # none where all is recomputed, some with halves
-TODAY = tuple(f"{name}_2xH200" for name in ("core_1b", "eager_1b_2048", "recompute_3b", "halves_1b", "expandable_1b"))
+HALVES_ASKED_FOR = ("halves_1b_2xH200",)  # `lamina-peer` had whole masters, and the other way halves
+TODAY = (
+    *HALVES_ASKED_FOR,
+    *(
+        f"{name}_2xH200"
+        for name in ("core_1b", "eager_1b_2048", "recompute_3b", "experts", "unclipped_1b", "expandable_1b")
+    ),
+)
 SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
-WAYS = {  # of gpu_step, as strategy and transport; when these were measured, `lamina-peer` kept its masters whole
+WAYS = {  # of gpu_step, as strategy and transport
     "lamina": ("zero3", "c10d"),
     "lamina-peer": ("zero3", "peer"),
+    "lamina-peer-whole": ("zero3", "peer"),
     "lamina-peer-halves": ("zero3", "peer"),
     **{f"lamina-{strategy}": (strategy, "c10d") for strategy in ("ddp", "zero1", "zero2")},
 }
@@ -104,19 +112,25 @@ def gpu_step_rows() -> Iterator[Found]:
         by_way = {entry["way"]: entry for entry in data["rows"]}
         machine, loop = machine_of(data["card"]), by_way.get("reference", loop)
         own_bytes = int((loop["used_gib"] - loop["reserved_gib"]) * GIB - machine.fixed_bytes - NCCL_BYTES)
-        tokens, size = re.search(r"--tokens (\d+)", data["command"]), re.search(r"(\db|deep)_", name)
+        tokens, size = re.search(r"--tokens (\d+)", data["command"]), re.search(r"(\db|deep|experts)_", name)
         assert size is not None
         recompute = "full" if "--recompute" in data["command"] else "none"
         for way, (strategy, transport) in WAYS.items():
             if way in by_way and not (name in BEFORE and transport == "peer"):
                 row = Row(size[1], int(tokens[1]) if tokens else 8192, strategy, recompute)
                 sizes = (by_way[way][f"{key}_gib"] for key in ("allocated", "reserved", "used"))
-                halved = way.endswith("-halves")
+                halved = way.endswith("-halves") or has_halves(name, way, data["command"])
                 room_part = room.KEPT if recompute == "none" and name not in (*BEFORE, *WITHOUT_ROOM) else 0.0
                 if name in TODAY:
                     room_part = room.part(recompute, 2, halved)
                 lay = name not in BEFORE, room_part, name in (*ROOM_FOR_SOME, *TODAY), "expandable" in data["command"]
                 yield Found(row, 2, machine, *sizes, transport, halved, True, *lay, own_bytes)
+
+
+def has_halves(name: str, way: str, command: str) -> bool:
+    """Masters lie in halves by themselves where the optimizer clips, since `TODAY`."""
+    is_default = name in TODAY and name not in HALVES_ASKED_FOR and "--unclipped" not in command
+    return is_default and way == "lamina-peer"
 
 
 def machine_of(card: str) -> Machine:

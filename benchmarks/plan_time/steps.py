@@ -5,7 +5,8 @@
 Each way of gpu_step that a forecast can say something about is forecast from what the model asks for on meta tensors,
 for the machine file of the card that the row was measured on (`--machine`: what `lamina doctor` wrote on such a card):
 
-    lamina, lamina-peer     zero3 over two GPUs, by collectives or by copies
+    lamina, lamina-peer     zero3 over two GPUs, by collectives or by copies (files in HALVED: with masters in halves)
+    lamina-peer-whole       the same with whole masters
     lamina-ddp, ...         other strategies, by collectives
     ...-captured            the same as one CUDA graph: no host, what a kernel costs the device stays
     bound                   the same without anything that moves, and without the runtime's host time; its optimizer is
@@ -48,7 +49,7 @@ BENCHMARKS = Path(__file__).parents[1]
 DIFFERENT = 0.05  # steps nearer than this have no order
 SEQ = 2048
 STRATEGIES = {f"lamina-{name}": name for name in ("ddp", "zero1", "zero2")}
-KNOWN = ("bound", "lamina", "lamina-peer", *STRATEGIES)
+KNOWN = ("bound", "lamina", "lamina-peer", "lamina-peer-whole", *STRATEGIES)
 TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -80,6 +81,18 @@ BEFORE = {
     "interleaved_recompute_3b_2xH200": (0, 0),
     "interleaved_1b_2048_2xH200": (0, 0),
 }
+HALVED = tuple(  # in which masters of `lamina-peer` lie in halves by themselves, but for captured steps
+    f"{name}_2xH200"
+    for name in (
+        "core_1b",
+        "compiled_1b",
+        "eager_1b_2048",
+        "expandable_1b",
+        "experts",
+        "micro_batches_1b",
+        "recompute_3b",
+    )
+)
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
 
 
@@ -127,6 +140,7 @@ def forecast(
     is_todays: bool = False,
     micro_batches: int = 1,
     clips: bool = True,
+    halved: bool = False,
 ) -> float:
     """ms of a step; `before_bytes`: that the row's runtime moved once a step and today's does not, an owned element."""
     reached, captured, compiled = Reached(), way.endswith("-captured"), way.endswith("-compiled")
@@ -134,7 +148,7 @@ def forecast(
     gradients = "auto" if is_todays else "laid out"  # runtimes of before laid them out over peers as well
     strategy = STRATEGIES.get(way, "zero3")
     choice = Choice(strategy, world, transport=transport, captured=captured, compiled=compiled, gradients=gradients)
-    choice = dataclasses.replace(choice, recompute=measured.recompute, accumulation=micro_batches)
+    choice = dataclasses.replace(choice, recompute=measured.recompute, accumulation=micro_batches, halved=halved)
     more_bytes = measured.numel / world * before_bytes
     if way.startswith("bound"):  # parameters that are their own masters move nothing but what the model does
         reached = dataclasses.replace(reached, unit_host_ms=0.0)
@@ -180,7 +194,8 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
             way = row["way"]
             if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
                 more_bytes = 0 if "bound" in way else BEFORE.get(path.stem, (0, 0))["peer" in way]
-                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes, is_todays, **job)
+                halved = path.stem in HALVED and way.removesuffix("-compiled") == "lamina-peer"
+                ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes, is_todays, halved=halved, **job)
                 yield Step(path.stem, named, card, tokens, way, row["ms"], ms, more_bytes)
 
 
