@@ -241,24 +241,27 @@ def test_measured_steps_of_two_gpus(transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "way", "transport", "tokens"),
+    ("file", "way", "transport", "tokens", "halved"),
     [
-        ("sums_1b", "lamina", "c10d", 8192),
-        ("sums_1b", "lamina-peer", "peer", 8192),
-        ("sums_1b", "lamina-auto", "peer", 8192),
-        ("core_1b", "lamina", "c10d", 8192),
-        ("core_1b", "lamina-peer", "peer", 8192),
-        ("eager_1b_2048", "lamina", "c10d", 2048),
-        ("eager_1b_2048", "lamina-peer", "peer", 2048),
+        ("sums_1b", "lamina", "c10d", 8192, False),
+        ("sums_1b", "lamina-peer", "peer", 8192, False),
+        ("sums_1b", "lamina-auto", "peer", 8192, False),
+        ("core_1b", "lamina", "c10d", 8192, False),
+        ("core_1b", "lamina-peer", "peer", 8192, True),
+        ("halves_1b", "lamina-peer", "peer", 8192, False),
+        ("eager_1b_2048", "lamina", "c10d", 2048, False),
+        ("eager_1b_2048", "lamina-peer", "peer", 2048, True),
+        ("eager_1b_2048", "lamina-peer-whole", "peer", 2048, False),
     ],
 )
-def test_measured_use_of_two_gpus(file: str, way: str, transport: str, tokens: int) -> None:
+def test_measured_use_of_two_gpus(file: str, way: str, transport: str, tokens: int, halved: bool) -> None:
     """What communicators take was set from the first two. The job had one of its own, as the unsharded loop of another
     run."""
     machine, row, loop = load_machine("h200"), gpu_row(file, way), gpu_row("core_1b", "reference")
     measured = measured_1b(tokens, "none")
-    forecast = forecast_memory(measured, Choice("zero3", 2, transport=transport), machine)
-    found = reserve(measured, forecast.state, resolve("zero3", 2), given=True)
+    forecast = forecast_memory(measured, Choice("zero3", 2, transport=transport, halved=halved), machine)
+    room_part = room.part("none", 2, halved)
+    found = reserve(measured, forecast.state, resolve("zero3", 2), given=True, room_part=room_part)
     assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], rel=0.001)
     beside = (forecast.used_bytes - forecast.reserved_bytes) / GIB
     own = loop["used_gib"] - loop["reserved_gib"] - (machine.fixed_bytes + NCCL_BYTES) / GIB
@@ -269,7 +272,7 @@ def test_measured_use_of_two_gpus(file: str, way: str, transport: str, tokens: i
     ("file", "way", "strategy", "transport"),
     [
         ("core_1b", "lamina", "zero3", "c10d"),
-        ("core_1b", "lamina-peer", "zero3", "peer"),
+        ("unclipped_1b", "lamina-peer", "zero3", "peer"),
         ("strategies_1b", "lamina-ddp", "ddp", "c10d"),
         ("strategies_1b", "lamina-zero1", "zero1", "c10d"),
         ("before_room_1b", "lamina", "zero3", "c10d"),
