@@ -39,6 +39,10 @@ RUNS = {  # seconds, arguments of run.py
         160,
         f"--size 3b --tokens 4096 --recompute --rounds 3 --steps 3 --ways {EAGER},lamina-peer-whole",
     ),
+    "auto_3b": (
+        110,
+        "--size 3b --tokens 4096 --recompute --rounds 3 --steps 3 --ways bound,lamina-auto,lamina-peer",
+    ),
     "recompute_8b": (
         160,
         "--size 8b --tokens 4096 --recompute --rounds 3 --steps 2 --ways bound/lamina-peer/fsdp2-fp32",

@@ -60,7 +60,7 @@ TODAY = (
     *HALVES_ASKED_FOR,
     *(
         f"{name}_2xH200"
-        for name in ("core_1b", "eager_1b_2048", "recompute_3b", "experts", "unclipped_1b", "expandable_1b")
+        for name in ("core_1b", "eager_1b_2048", "recompute_3b", "auto_3b", "experts", "unclipped_1b", "expandable_1b")
     ),
 )
 SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too
@@ -68,6 +68,7 @@ WAYS = {  # of gpu_step, as strategy and transport
     "lamina": ("zero3", "c10d"),
     "lamina-peer": ("zero3", "peer"),
     "lamina-peer-whole": ("zero3", "peer"),
+    "lamina-auto": ("zero3", "peer"),
     "lamina-peer-halves": ("zero3", "peer"),
     **{f"lamina-{strategy}": (strategy, "c10d") for strategy in ("ddp", "zero1", "zero2")},
 }
@@ -130,7 +131,7 @@ def gpu_step_rows() -> Iterator[Found]:
 def has_halves(name: str, way: str, command: str) -> bool:
     """Masters lie in halves by themselves where the optimizer clips, since `TODAY`."""
     is_default = name in TODAY and name not in HALVES_ASKED_FOR and "--unclipped" not in command
-    return is_default and way == "lamina-peer"
+    return is_default and way in ("lamina-peer", "lamina-auto")
 
 
 def machine_of(card: str) -> Machine:

@@ -6,6 +6,7 @@ Each way of gpu_step that a forecast can say something about is forecast from wh
 for the machine file of the card that the row was measured on (`--machine`: what `lamina doctor` wrote on such a card):
 
     lamina, lamina-peer     zero3 over two GPUs, by collectives or by copies (files in HALVED: with masters in halves)
+    lamina-auto             the same, by copies
     lamina-peer-whole       the same with whole masters
     lamina-ddp, ...         other strategies, by collectives
     ...-captured            the same as one CUDA graph: no host, what a kernel costs the device stays
@@ -49,7 +50,7 @@ BENCHMARKS = Path(__file__).parents[1]
 DIFFERENT = 0.05  # steps nearer than this have no order
 SEQ = 2048
 STRATEGIES = {f"lamina-{name}": name for name in ("ddp", "zero1", "zero2")}
-KNOWN = ("bound", "lamina", "lamina-peer", "lamina-peer-whole", *STRATEGIES)
+KNOWN = ("bound", "lamina", "lamina-peer", "lamina-peer-whole", "lamina-auto", *STRATEGIES)
 TRAINED = {  # the shape of benchmarks/train, that of Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -84,6 +85,7 @@ BEFORE = {
 HALVED = tuple(  # in which masters of `lamina-peer` lie in halves by themselves, but for captured steps
     f"{name}_2xH200"
     for name in (
+        "auto_3b",
         "core_1b",
         "compiled_1b",
         "eager_1b_2048",
@@ -144,7 +146,7 @@ def forecast(
 ) -> float:
     """ms of a step; `before_bytes`: that the row's runtime moved once a step and today's does not, an owned element."""
     reached, captured, compiled = Reached(), way.endswith("-captured"), way.endswith("-compiled")
-    transport = "peer" if "peer" in way else "c10d"
+    transport = "peer" if "peer" in way or "auto" in way else "c10d"
     gradients = "auto" if is_todays else "laid out"  # runtimes of before laid them out over peers as well
     strategy = STRATEGIES.get(way, "zero3")
     choice = Choice(strategy, world, transport=transport, captured=captured, compiled=compiled, gradients=gradients)
@@ -194,7 +196,7 @@ def of_gpu_step(machines: dict[str, Machine]) -> Iterator[Step]:
             way = row["way"]
             if way.removesuffix("-captured").removesuffix("-compiled") in KNOWN:
                 more_bytes = 0 if "bound" in way else BEFORE.get(path.stem, (0, 0))["peer" in way]
-                halved = path.stem in HALVED and way.removesuffix("-compiled") == "lamina-peer"
+                halved = path.stem in HALVED and way.removesuffix("-compiled") in ("lamina-peer", "lamina-auto")
                 ms = forecast(way, measured, machines[card], int(gpus[1]), more_bytes, is_todays, halved=halved, **job)
                 yield Step(path.stem, named, card, tokens, way, row["ms"], ms, more_bytes)
 

@@ -13,14 +13,15 @@ from torch import nn
 from lamina.core.strategy import resolve
 from lamina.planner.measure import measure
 from lamina.planner.state import state_of
-from lamina.runtime.publishing import why_not_peers
+from lamina.runtime.precision import Precision
+from lamina.runtime.publishing import why_not_peers, would_come_late
 
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("strategy, precision, halvable", [("zero3", "bf16", True), ("zero3", None, False)])
+@pytest.mark.parametrize("precision, halvable", [(Precision(torch.bfloat16), True), (Precision(), False)])
 def test_who_publishes_too_much_is_told_what_halves_would_leave(
-    strategy: str, precision: str | None, halvable: bool, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, halvable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gpu_of(size_bytes: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=size_bytes))
@@ -28,19 +29,26 @@ def test_who_publishes_too_much_is_told_what_halves_would_leave(
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(32000, 1024), *(nn.Linear(1024, 1024) for _ in range(6)))
     measured = measure(model, 1, 8, precision=precision, kind="cuda", units=["1", "2", "3", "4", "5", "6"])
-    factors = resolve(strategy, 4)
+    factors = resolve("zero3", 4)
     state = state_of(measured.units, factors, 3, 1, True, peers=True)
     mesh: Any = SimpleNamespace(device=torch.device("cuda"), factors=factors)
-    asked = mesh, state.layouts, [mesh] * len(state.layouts), None, 3
+    asked = mesh, state.layouts, [mesh] * len(state.layouts)
+    left_bytes = state.shared - sum(spec.numel for layout in state.layouts for spec in layout.params) * 2 // 4
+    left = f"; {left_bytes / GIB:.2f} where lamina.optim.AdamW(max_norm=...) steps: "
+    whole = replace(precision, halves=False)
+
     gpu_of(51 * state.shared)
-    assert why_not_peers(*asked) == ""
+    assert why_not_peers(*asked, precision, 3) == ""
+    assert not would_come_late(*asked, precision), "they are there"
     gpu_of(49 * state.shared)
-    why = why_not_peers(*asked)
+    why = why_not_peers(*asked, precision, 3)
     assert f"peers would take {state.shared / GIB:.2f} GiB, more than 2% of the GPU" in why
-    published = sum(spec.numel for layout in state.layouts for spec in layout.params) * 2 // 4
-    left = (
-        f"; {(state.shared - published) / GIB:.2f} where lamina.optim.AdamW(max_norm=...) steps: type transport='peer'"
-    )
-    assert (left in why) is halvable
+    assert (left + "they come with its first forward" in why) is halvable
+    assert would_come_late(*asked, precision) is halvable
+    assert "AdamW" not in why_not_peers(*asked, whole, 3) and not would_come_late(*asked, whole)
+    gpu_of(49 * left_bytes)
+    assert (left + "type transport='peer' then" in why_not_peers(*asked, precision, 3)) is halvable
+    assert not would_come_late(*asked, precision), "too much all the same"
     other = SimpleNamespace(device=mesh.device, factors=replace(factors, params=2))
-    assert "AdamW" not in why_not_peers(other, state.layouts, [other] * len(state.layouts), None, 3)  # type: ignore[arg-type]
+    meshes: Any = [other] * len(state.layouts)
+    assert "AdamW" not in why_not_peers(other, state.layouts, meshes, precision, 3)  # type: ignore[arg-type]

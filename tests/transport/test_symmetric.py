@@ -7,6 +7,8 @@ same over any memory that all ranks can write, so here a file stands for it and 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import lamina
 from harness import run_ranks
 from lamina.optim import adamw
 from lamina.optim.update import by_torch
-from lamina.runtime import api, direct
+from lamina.runtime import api, direct, late_peers
 from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.publishing import SymmetricGatherer, inbox_bytes, published_places
 from lamina.transport.symmetric import GATHER_CHANNEL, REDUCE_CHANNEL, Pushes, SymmetricPeers
@@ -63,11 +65,14 @@ def map_file(name: str, numel: int) -> Tensor:
     return torch.from_file(name, shared=True, size=numel, dtype=torch.uint8)
 
 
-def shard_symmetrically(model: nn.Module, strategy: Any, **choices: Any) -> nn.Module:
+@contextmanager
+def files_for_gpus(folders: list[Any]) -> Iterator[None]:
+    """Peers of GPUs, whose memory is files in `folders`."""
+
     def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        folder.append(tempfile.TemporaryDirectory())
-        tensor = map_file(str(Path(folder[-1].name, "memory")), numel)
-        tensor.path = str(Path(folder[-1].name, "memory"))  # type: ignore[attr-defined]
+        folders.append(tempfile.TemporaryDirectory())
+        tensor = map_file(str(Path(folders[-1].name, "memory")), numel)
+        tensor.path = str(Path(folders[-1].name, "memory"))  # type: ignore[attr-defined]
         return tensor
 
     def open_peers(
@@ -76,13 +81,19 @@ def shard_symmetrically(model: nn.Module, strategy: Any, **choices: Any) -> nn.M
         size_bytes = published_places(layouts, meshes)[1]
         return SymmetricPeers(mesh.gather[0], mesh.device, size_bytes, inbox_bytes(layouts, wire))
 
-    folder: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_memory, "empty", empty)
         patch.setattr(symmetric_memory, "rendezvous", SharedFiles)
-        patch.setattr(api, "open_peers", open_peers)
+        for module in (api, late_peers):
+            patch.setattr(module, "open_peers", open_peers)
+        yield
+
+
+def shard_symmetrically(model: nn.Module, strategy: Any, **choices: Any) -> nn.Module:
+    folders: list[Any] = []
+    with files_for_gpus(folders):
         model = lamina.shard(model, strategy, **{"units": UNITS, "transport": "peer", **choices})
-    model.folders = folder  # type: ignore[assignment]
+    model.folders = folders  # type: ignore[assignment]
     engine = RUNTIMES[model].engine
     assert isinstance(engine.gatherer, SymmetricGatherer) and isinstance(engine.reducer.transport, Pushes)
     return model

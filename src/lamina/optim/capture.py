@@ -46,6 +46,7 @@ NOT_RECORDABLE = (
     "(.item(), print(loss), `if loss > x`) or bringing a tensor from the CPU. Move it out of the step"
 )
 _captured: weakref.WeakSet[Captured] = weakref.WeakSet()
+RECORDS = "lamina.capture records steps"
 NOT_COMPARED = ("params", "lr", "initial_lr", "param_names")  # of a group
 
 
@@ -295,8 +296,10 @@ def keep_masters_whole() -> None:
     """For good: between their two forms they come and go at the host's choice. Raises where halves were asked for."""
     for runtime in RUNTIMES.values():
         gatherer = runtime.engine.gatherer
+        if gatherer.late_peers is not None:
+            gatherer.late_peers.refusal = f"{RECORDS}, with whole masters"
         if isinstance(gatherer, PeerGatherer):
-            gatherer.keep_whole(runtime.units, "lamina.capture records steps")
+            gatherer.keep_whole(runtime.units, RECORDS)
         if any(unit.halved for unit in runtime.units):
             raise UsageError(
                 "lamina.capture() does not record steps of a model with Precision(halves=True): leave halves out, or "

@@ -29,13 +29,15 @@ def gains(
     others: Iterable[tuple[str, float]] = (),
     fits: Callable[[Choice], bool] = lambda _: True,
     halves: bool | None = None,
+    recorded: Callable[[Choice], Choice] = lambda choice: replace(choice, captured=True, halved=False),
 ) -> tuple[str, ...]:
     """Single changes and what each would bring, the largest first; `others` in words, with their tokens a second.
 
-    `fits`: whether there is memory for a choice; what has none is not named. `halves`: what was asked for.
+    `fits`: whether there is memory for a choice; what has none is not named. `halves`: what was asked for. `recorded`:
+    the same choice, if the step was captured.
     """
     found = []
-    changes = _changes(time, choice, machine, fits, halves)
+    changes = _changes(time, choice, machine, fits, halves, recorded)
     tried = ((words, forecast_time(workload, changed, machine).tokens_per_s) for words, changed in changes)
     rounded = (
         (words, forecast_time(changed, choice, machine).tokens_per_s) for words, changed in _rounded(workload, machine)
@@ -49,14 +51,19 @@ def gains(
 
 
 def _changes(
-    time: StepTime, choice: Choice, machine: Machine, fits: Callable[[Choice], bool], halves: bool | None
+    time: StepTime,
+    choice: Choice,
+    machine: Machine,
+    fits: Callable[[Choice], bool],
+    halves: bool | None,
+    recorded: Callable[[Choice], Choice],
 ) -> Iterator[tuple[str, Choice]]:
     of = f"of {time.total_ms:.1f} ms"
     if not choice.compiled and not machine.is_cpu:
         yield "compiled units (compile=True, --compile)", replace(choice, compiled=True)
     if not choice.captured and not machine.is_cpu:
         waits = f"the device waits for the host for {time.host_ms:.1f} {of}"
-        yield f"lamina.capture, or a larger batch; {waits}", replace(choice, captured=True, halved=False)
+        yield f"lamina.capture, or a larger batch; {waits}", recorded(choice)
     count, more = choice.accumulation, replace(choice, accumulation=2 * choice.accumulation)
     if fits(more):
         yield (

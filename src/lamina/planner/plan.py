@@ -322,7 +322,11 @@ def plan(
         is_possible = not changed.halved or can_be_halved(changed, taken)
         return is_possible and forecast_memory(taken, changed, where, limit).fits
 
-    gained = gains(decision.taken.time, taken.workload, choice, where, others, fits, chosen.halves)
+    def recorded(eager: Choice) -> Choice:
+        whole = False if chosen.halves else chosen.halves
+        return settled(replace(eager, transport=template.transport, captured=True, halved=whole), taken, where)
+
+    gained = gains(decision.taken.time, taken.workload, choice, where, others, fits, chosen.halves, recorded)
     if not decision.taken.fits and not choice.halved and choice.transport == "peer":
         gained += _saved_by_halves(decision.taken, taken, where, limit)
     expanding = forecast_memory(taken, replace(choice, expandable=kind == "cuda"), where, limit)

@@ -61,14 +61,17 @@ def _over_its_transport(choice: Choice, measured: Measured, machine: Machine) ->
 
 
 def _takes_peers(choice: Choice, factors: Factors, measured: Measured, machine: Machine) -> bool:
-    """As `why_not_peers` of runtime/publishing.py has it, on GPUs that reach each other."""
+    """As runtime/publishing.py and runtime/late_peers.py have it, on GPUs that reach each other."""
     if machine.is_cpu and choice.slots == 1:
         return False
     on_gpu = measured.kind == "cuda"
     state = state_of(measured.units, factors, choice.slots, choice.accumulation, on_gpu, peers=True, wire=choice.wire)
     if machine.is_cpu:
         return state.shared * factors.params <= AUTO_HOST_SHARE * machine.memory_bytes * machine.gpus_per_node
-    return state.shared <= AUTO_SHARE * machine.memory_bytes
+    saved = 0
+    if choice.halved is None and can_be_halved(choice, measured):
+        saved = state.masters - state_of(measured.units, factors, on_gpu=on_gpu, peers=True, halved=True).masters
+    return state.shared - saved <= AUTO_SHARE * machine.memory_bytes
 
 
 def can_be_halved(choice: Choice, measured: Measured) -> bool:

@@ -14,17 +14,14 @@ Note [Adoption]
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from lamina.core.arena import Demand, pack
-from lamina.core.control import Control
 from lamina.core.layout import SEGMENT_ALIGNMENT_BYTES, round_up
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
@@ -32,14 +29,13 @@ from lamina.runtime.access import runtime_of
 from lamina.runtime.additions import Additions, plan_additions
 from lamina.runtime.agreement import check_same_text, check_start_weights, together
 from lamina.runtime.api import STARTS, move_buffers, widen
-from lamina.runtime.assemble import Runtime, build_engine, build_units, encloses_another, place_slots
+from lamina.runtime.assemble import Runtime, build_units, encloses_another, place_slots
 from lamina.runtime.copies import let_hooks_know
-from lamina.runtime.engine import Engine
-from lamina.runtime.failed_backward import ENGINES
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
 from lamina.runtime.materialise import InitRecord, check_sources, materialise, materialise_buffers
 from lamina.runtime.precision import computes_wide
 from lamina.runtime.publishing import open_peers
+from lamina.runtime.succession import agreeing, put_to_rest, succeed
 from lamina.runtime.unit import Unit
 from lamina.runtime.windows import give_memory
 from lamina.transport.peer import Peers
@@ -73,7 +69,7 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
     control, mesh = runtime.control, runtime.mesh
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)  # once the ranks have met, none reads what another is about to replace
-    with _at_adopt(control, type(submodule).__name__), torch.inference_mode(False):
+    with agreeing(control, "adopt", type(submodule).__name__), torch.inference_mode(False):
         additions = together(control, lambda: _plan(runtime, model, submodule, start))
         check_same_text(control, "parameters to adopt", [f"start={start}", *additions.text()])
         real = {name: p for name, p in additions.parameters.items() if not p.is_meta}
@@ -87,18 +83,6 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
         kept = (replace(record, name=names.get(record.name, record.name)) for record in runtime.records)
         runtime.records = (*kept, *records)
     return list(additions.parameters.values())
-
-
-@contextlib.contextmanager
-def _at_adopt(control: Control, what: str) -> Iterator[None]:
-    """Inside, a rank that waits for others says that it adopts."""
-    before = control.position
-    control.position = replace(before, mode="adopt", kind="adopt", verb="agrees on", unit=what, is_over=False)
-    control.about = "adopt"
-    try:
-        yield
-    finally:
-        control.position, control.about = before, ""
 
 
 # ---- before anything is changed ------------------------------------------------------------------------------------
@@ -170,7 +154,7 @@ def _take_in(
     seed: int,
     broadcast: bool,
 ) -> tuple[InitRecord, ...]:
-    _put_to_rest(runtime)
+    put_to_rest(runtime)
     places = _places(runtime)
     made, records = build_units(model, additions.blueprint, runtime.device, seed, broadcast)
     _wrap_new_modules(runtime, model, additions)
@@ -191,24 +175,11 @@ def _take_in(
     runtime.adopted = tuple(u for u in units if u in runtime.adopted or u in made)
     _place(runtime, places)
     native = runtime.mesh.world == 1 and all(unit.plain for unit in units)
-    runtime.engine = _succeed(runtime, [] if native else units, peers)
+    succeed(runtime, [] if native else units, peers)
     if not native:
         _hook(runtime, model, hooks)
     let_hooks_know(runtime)
     return records
-
-
-def _put_to_rest(runtime: Runtime) -> None:
-    """Nothing stays gathered, nothing is under way."""
-    engine = runtime.engine
-    for unit in engine.units:
-        engine.residency.empty(unit)
-    for unit in engine.units:
-        for master in unit.halved.values():
-            master.make_whole()  # what is published now will not be there
-        for slot in unit.slots:
-            slot.freed = slot.ready = None  # marks on lanes that are given up
-        unit.dirty.mark()
 
 
 _Places = dict[Unit, tuple[Demand, int]]
@@ -259,18 +230,6 @@ def _wrap_new_modules(runtime: Runtime, model: nn.Module, additions: Additions) 
     widen([(n, m) for n, m in fresh if not computes_wide(m)], runtime.precision)
 
 
-def _succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers | None) -> Engine:
-    """An engine over the units that there are now, which goes on counting where the last one stopped."""
-    old = runtime.engine
-    runtime.transport = "c10d" if peers is None else "peer"
-    made = build_engine(units, runtime.mesh, runtime.control, runtime.packing.slots, runtime.precision, peers)
-    made.phases, made.last_forward, made.lockstep.rounds = old.phases, old.last_forward, old.lockstep.rounds
-    made.gatherer.bytes_moved, made.reducer.bytes_moved = old.gatherer.bytes_moved, old.reducer.bytes_moved
-    made.gradients.follow(old.gradients)
-    ENGINES.discard(old)
-    return made
-
-
 def _hooks_now(runtime: Runtime, model: nn.Module) -> dict[str, ModuleHooks]:
     """The hooks that there are, by the present name of their module; those of modules that have left open nothing."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -291,8 +250,6 @@ def _hook(runtime: Runtime, model: nn.Module, hooks: dict[str, ModuleHooks]) -> 
         for name in unit.plan.modules or ("",):
             opened.setdefault(name, []).append(unit)
     is_first = not hooks
-    for each in runtime.hooks.values():
-        each.engine = runtime.engine
     for name, members in opened.items():
         if name in hooks:
             hooks[name].units = members

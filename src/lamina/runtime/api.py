@@ -32,6 +32,7 @@ from lamina.runtime.copies import let_hooks_know
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.failing import note_of
 from lamina.runtime.hooks import add_entry_point
+from lamina.runtime.late_peers import wait_for_peers
 from lamina.runtime.materialise import check_sources, materialise_buffers
 from lamina.runtime.newcomers import parameters_beside
 from lamina.runtime.overlaps import refuse_overlaps
@@ -43,7 +44,7 @@ from lamina.runtime.precision import (
     wide_dtype,
     wrap_kept_module,
 )
-from lamina.runtime.publishing import open_peers, why_not_peers
+from lamina.runtime.publishing import open_peers, reason_of, why_not_peers, would_come_late
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.recorder import check_seed
 from lamina.runtime.refused_modules import refuse_renorming, refuse_scripted
@@ -129,7 +130,7 @@ def shard(
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
     seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
-    peers, why_not = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen.wire)
+    peers, why_not = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen)
     native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
@@ -160,8 +161,10 @@ def shard(
         tuple(entry_points),
         parameters_beside(model, built),
         transport_note=why_not,
+        late_note=why_not if why_not and would_come_late(data, blueprint.layouts, blueprint.meshes, chosen) else "",
     )
     let_hooks_know(RUNTIMES[model])
+    wait_for_peers(RUNTIMES[model])
     note_with(note_of)
     return model
 
@@ -204,20 +207,20 @@ def _whereabouts(model: nn.Module) -> list[str]:
 
 
 def _connect(
-    transport: str, control: Control, data: DataMesh, blueprint: Blueprint, wire: torch.dtype | None
+    transport: str, control: Control, data: DataMesh, blueprint: Blueprint, precision: Precision
 ) -> tuple[Peers | SymmetricPeers | None, str]:
     """Memory that all ranks of a gather can read, and why "auto" has none; None: gathers are collectives."""
     if transport == "c10d" or data.world == 1:
         return None, ""
     layouts, meshes, is_auto = blueprint.layouts, blueprint.meshes, transport == "auto"
-    if is_auto and (why_not := why_not_peers(data, layouts, meshes, wire, blueprint.packing.slots)):
+    if is_auto and (why_not := why_not_peers(data, layouts, meshes, precision, blueprint.packing.slots)):
         return None, why_not
     try:
-        return open_peers(control, data, layouts, meshes, wire, is_auto), ""
+        return open_peers(control, data, layouts, meshes, precision.wire, is_auto), ""
     except TransportError as error:
         if not is_auto:
             raise
-        return None, str(error).partition(";")[0].splitlines()[0]
+        return None, reason_of(error)
 
 
 def _plan(

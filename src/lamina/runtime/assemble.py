@@ -65,6 +65,7 @@ class Runtime:
     entry_points: tuple[str, ...]
     ignored: tuple[nn.Parameter, ...] = ()  # parameters that `shard()` was told to leave alone
     transport_note: str = ""  # why transport="auto" is not "peer"
+    late_note: str = ""  # why it was not when the model was sharded, and may yet be: see late_peers.py
     adopted: tuple[Unit, ...] = ()  # units that `adopt()` has made: their slots lie in an arena of their own
     adopted_arena: Tensor | None = None  # uint8
 

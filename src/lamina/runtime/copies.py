@@ -19,6 +19,7 @@ from lamina.core.control import Control
 from lamina.errors import StateError
 from lamina.runtime.assemble import RUNTIMES, Runtime, build_engine, build_units_of_copy, place_slots, register_hooks
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
+from lamina.runtime.late_peers import wait_for_peers
 from lamina.runtime.newcomers import Newcomers, parameters_beside
 from lamina.runtime.publishing import open_peers
 
@@ -75,7 +76,7 @@ def revive(model: nn.Module, old: Runtime) -> None:
             old.mesh.share.lease.groups.used_by.append(control.key)
         units = build_units_of_copy(model, old)
         peers = None
-        if old.transport == "peer":
+        if old.transport == "peer" and not old.late_note:
             peers = open_peers(
                 control, old.mesh, [u.layout for u in units], [u.mesh for u in units], old.precision.wire
             )
@@ -92,11 +93,14 @@ def revive(model: nn.Module, old: Runtime) -> None:
         engine=engine,
         units=units,
         arena=arena,
+        transport="c10d" if peers is None else "peer",
+        transport_note=old.late_note or old.transport_note,
         hooks=hooks,
         ignored=parameters_beside(model, units),
         adopted=(),  # in the copy, all lie in one arena
         adopted_arena=None,
     )
+    wait_for_peers(RUNTIMES[model])
     let_hooks_know(RUNTIMES[model])
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from lamina.core.mesh import DataMesh
 from lamina.core.slots import GATHERING, WEIGHTS, Slot
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Exchange, Transport, as_bytes
+
+if TYPE_CHECKING:
+    from lamina.runtime.late_peers import LatePeers
 
 
 def spans(segment: Segment, mesh: DataMesh) -> list[tuple[int, int]]:
@@ -66,6 +70,7 @@ class Gatherer:
         self._routes: dict[Slot, Route] = {}
         self._publishing: dict[Unit, Route] = {}
         self._opened: Mark | None = None  # what compute had been given when the phase began
+        self.late_peers: LatePeers | None = None  # whose gatherer may take the place of this one
 
     def open(self) -> None:
         """A phase begins. Note [Early gathers]"""

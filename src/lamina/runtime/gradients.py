@@ -105,6 +105,8 @@ class Gradients:
         """Go on where another object stopped, of the same model with other units."""
         self.tokens.follow(before.tokens)
         self.room_part = before.room_part
+        self.last_micro_batch, self.defer = before.last_micro_batch, before.defer
+        self.accumulating = before.accumulating
 
     def give_back(self) -> None:
         """A forward begins: the memory of gradients that nobody has any more is for activations."""

@@ -101,6 +101,13 @@ def choose(units: Sequence[Unit], lanes: Lanes) -> Iterator[Unit]:
             yield unit
 
 
+def all_are_held(units: Iterable[Unit]) -> bool:
+    """Whether each unit whose masters may lie in halves would have them so in the next forward."""
+    held = list(_held())
+    asked = [unit for unit in units if any(map(may_be_halved, unit.layout.segments))]
+    return all(any(params <= ids for ids in held) if (params := _halvable(unit)) else False for unit in asked)
+
+
 def _may_change(unit: Unit) -> bool:
     """Not while the weights that are published may be gathered again for a backward: they would differ at ties."""
     return unit.dirty.value or not unit.visits.alive
@@ -114,6 +121,15 @@ def stay_whole(unit: Unit, why: str) -> None:
         put_together(unit)
         _note_other_form(unit)
     unit.halving.is_free, unit.halving.why_whole = False, why
+
+
+def forget_halves(units: Iterable[Unit]) -> None:
+    """There are no peers any more: masters are whole, and nothing is published."""
+    _have_let_go()
+    for unit in units:
+        put_together(unit)
+        unit.published, unit.halving = [], Halving()
+        unit.note_writes()
 
 
 def _have_let_go() -> None:

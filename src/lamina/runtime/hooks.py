@@ -202,6 +202,9 @@ class ModuleHooks:
         if owns:
             refuse_transforms(self.title)
             guard_hooks()
+            if engine.gatherer.late_peers is not None:
+                engine.gatherer.late_peers.look()
+                engine = self.engine  # another one, where they have come
             engine.begin_forward(self, f"{self.title}.{entry}", call)
         elif engine.phase is not None:
             engine.phase.refuse_other_threads()

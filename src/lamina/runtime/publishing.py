@@ -33,9 +33,11 @@ from lamina.core.layout import UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.peer_memory import AUTO_HOST_SHARE, AUTO_SHARE, inbox_bytes
 from lamina.core.slots import Slot
+from lamina.errors import TransportError
 from lamina.runtime.gathering import Gatherer, Route
 from lamina.runtime.halved import may_be_halved, take_apart
 from lamina.runtime.halving import choose, leave_free, stay_whole
+from lamina.runtime.precision import Precision
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Transport
 from lamina.transport.peer import Counter, Peers, connect
@@ -50,21 +52,39 @@ def published_places(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) 
 
 
 def why_not_peers(
-    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], wire: torch.dtype | None, slots: int
+    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision, slots: int
 ) -> str:
     """What `transport="auto"` goes by, peers being faster at the price of the published weights; "": they are tried."""
     if mesh.device.type != "cuda":
         return "slots=1 asks for the least memory" if slots == 1 else ""
-    extra_bytes = published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, wire))
-    if extra_bytes > AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory:
-        why = f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
-        left_bytes = extra_bytes - _halvable_bytes(layouts, meshes)
-        if left_bytes < extra_bytes:
-            why += (
-                f"; {left_bytes / 2**30:.2f} where lamina.optim.AdamW(max_norm=...) steps: type transport='peer' then"
-            )
-        return why
-    return ""
+    extra_bytes, limit_bytes = _extra_bytes(layouts, meshes, precision), _limit_bytes(mesh)
+    if extra_bytes <= limit_bytes:
+        return ""
+    why = f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
+    left_bytes = extra_bytes - _halvable_bytes(layouts, meshes)
+    if precision.halves is not False and left_bytes < extra_bytes:
+        why += f"; {left_bytes / 2**30:.2f} where lamina.optim.AdamW(max_norm=...) steps: "
+        is_little = would_come_late(mesh, layouts, meshes, precision)
+        why += "they come with its first forward" if is_little else "type transport='peer' then"
+    return why
+
+
+def would_come_late(
+    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision
+) -> bool:
+    """Whether peers take little, but only where masters lie in halves: see late_peers.py."""
+    if precision.halves is not None or mesh.device.type != "cuda":
+        return False
+    extra_bytes = _extra_bytes(layouts, meshes, precision)
+    return extra_bytes - _halvable_bytes(layouts, meshes) <= _limit_bytes(mesh) < extra_bytes
+
+
+def _extra_bytes(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision) -> int:
+    return published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, precision.wire))
+
+
+def _limit_bytes(mesh: DataMesh) -> float:
+    return AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
 
 
 def _halvable_bytes(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) -> int:
@@ -97,6 +117,11 @@ def open_peers(
     if mesh.device.type == "cuda":
         return connect_gpus(control, mesh, size_bytes, inbox_bytes(layouts, wire), is_to_be_faster=is_auto)
     return connect(control, mesh, size_bytes, inbox_bytes(layouts, wire), AUTO_HOST_SHARE if is_auto else 1.0)
+
+
+def reason_of(error: TransportError) -> str:
+    """Without what to type, as nobody has asked for peers."""
+    return str(error).partition(";")[0].splitlines()[0]
 
 
 class PeerGatherer(Gatherer):

@@ -35,13 +35,15 @@ def accumulate(model: nn.Module, last: bool, defer: bool = False) -> Iterator[No
         defer: keep whole float32 sums on this rank (4 bytes a parameter) and reduce once, at the last micro-batch;
             otherwise every micro-batch is reduced into the gradient shards as far as the strategy splits gradients.
     """
-    gradients = runtime_of(model).engine.gradients
+    runtime = runtime_of(model)
+    gradients = runtime.engine.gradients
     before = gradients.last_micro_batch, gradients.defer, gradients.accumulating
     gradients.last_micro_batch, gradients.defer, gradients.accumulating = bool(last), bool(defer), True
     gradients.tokens.scope += 1
     try:
         yield
     finally:
+        gradients = runtime.engine.gradients  # another engine's, where one took over in the forward
         gradients.last_micro_batch, gradients.defer, gradients.accumulating = before
 
 

@@ -44,6 +44,7 @@ class Tokens:
     def follow(self, before: Tokens) -> None:
         """Go on where another object stopped, of the same model with other units."""
         self._counted, self._fresh, self.scope = before._counted, before._fresh, before.scope
+        self.model = before.model
 
     @property
     def are_counted(self) -> bool:

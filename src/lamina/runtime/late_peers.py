@@ -1,0 +1,142 @@
+"""Peers that come with the optimizer: `transport="auto"` on GPUs, for models that publish much.
+
+What peers read takes two bytes of an element that a rank owns, unless masters lie in halves (halving.py): then nothing
+beside them. Which it will be is known when there is an optimizer, that is in the first forward of a training, not when
+the model is sharded. Till then gathers are collectives.
+
+Note [Late peers]
+    1. Before each root forward all ranks say how they stand. When each is about to train, between steps, under
+       optimizers of lamina's that clip and hold all that may lie in halves, memory is opened for peers, and another
+       engine takes over (succession.py).
+    2. After `FORWARDS` forwards in which any rank trains without that, or as soon as one refuses, gathers stay
+       collectives for good. So they do where peers cannot be had, or are slower.
+    3. Where peers have come, and anything but the optimizer has touched masters in the first step, an engine without
+       peers takes over again: averages of the weights, say, would have them published beside whole masters.
+    4. All decide by the same rows: no rank takes another way than the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from enum import IntEnum
+
+import torch
+
+from lamina.errors import TransportError
+from lamina.runtime.assemble import Runtime
+from lamina.runtime.halving import all_are_held, forget_halves
+from lamina.runtime.publishing import open_peers, reason_of, would_come_late
+from lamina.runtime.succession import agreeing, put_to_rest, succeed
+from lamina.transport.peer import Peers
+from lamina.transport.symmetric import SymmetricPeers
+
+FORWARDS = 3
+NOBODY_HOLDS = "no lamina.optim.AdamW(max_norm=...) held all parameters in the first forwards with gradients"
+TOUCHED = "something else than the optimizer touches parameters in a step, such as an average of them or a norm"
+CURE = "type transport='peer' to have peers all the same"
+
+
+class Standing(IntEnum):
+    """Of one rank, before a root forward."""
+
+    EVALUATES = 0
+    WAITS = 1  # trains, and there is no optimizer yet, or this is no moment
+    AGREES = 2
+    REFUSES = 3
+
+
+class LatePeers:
+    """Of one model, while it is open whether its gathers will be one-sided."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._forwards_left = FORWARDS
+        self._have_come = False
+        self.refusal = ""  # why they are not to come, or to go again
+
+    def look(self) -> None:
+        """Before a root forward, on every rank alike. Collective."""
+        runtime = self._runtime()
+        assert runtime is not None
+        runtime.engine.close_failed()
+        mine = self._standing(runtime)
+        if self._have_come and runtime.device.type == "cuda":
+            torch.cuda.synchronize(runtime.device)  # once the ranks have met, none reads what another gives up
+        with agreeing(runtime.control, "transport", "transport"):
+            rows = runtime.control.exchange([mine])
+            found = {Standing(row[0]) for row in rows}
+            if self._have_come:
+                if found <= {Standing.AGREES, Standing.REFUSES}:
+                    self._end_trial(runtime, Standing.REFUSES in found)
+            elif Standing.REFUSES in found:
+                self._settle(runtime, self.refusal or "another rank refuses peers")
+            elif found == {Standing.AGREES}:
+                self._open(runtime)
+            elif found != {Standing.EVALUATES}:
+                self._forwards_left -= 1
+                if not self._forwards_left:
+                    self._settle(runtime, f"{runtime.late_note.partition(';')[0]}, and {NOBODY_HOLDS}: {CURE}")
+
+    def _standing(self, runtime: Runtime) -> Standing:
+        if self.refusal and not self._have_come:
+            return Standing.REFUSES
+        if not torch.is_grad_enabled():
+            return Standing.EVALUATES
+        if not _is_between_steps(runtime):
+            return Standing.WAITS
+        if not self._have_come:
+            return Standing.AGREES if all_are_held(runtime.units) else Standing.WAITS
+        if self.refusal or _were_touched(runtime):
+            return Standing.REFUSES
+        return Standing.AGREES if any(unit.dirty.value for unit in runtime.units) else Standing.WAITS
+
+    def _open(self, runtime: Runtime) -> None:
+        units, mesh, precision = runtime.units, runtime.mesh, runtime.precision
+        layouts, meshes = [unit.layout for unit in units], [unit.mesh for unit in units]
+        try:
+            if not would_come_late(mesh, layouts, meshes, precision):
+                raise TransportError("lamina.adopt() has added to what peers would take")
+            with torch.inference_mode(False), torch.no_grad():
+                peers = open_peers(runtime.control, mesh, layouts, meshes, precision.wire, is_auto=True)
+        except TransportError as error:
+            self._settle(runtime, reason_of(error))
+            return
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)  # lanes are given up
+        _take_over(runtime, peers)
+        runtime.transport_note, self._have_come = "", True
+
+    def _end_trial(self, runtime: Runtime, is_refused: bool) -> None:
+        if is_refused:
+            _take_over(runtime, None)
+        self._settle(runtime, f"{self.refusal or TOUCHED}: {CURE}" if is_refused else "")
+
+    def _settle(self, runtime: Runtime, why_not: str) -> None:
+        runtime.engine.gatherer.late_peers, runtime.transport_note = None, why_not
+
+
+def wait_for_peers(runtime: Runtime) -> None:
+    """Of a model that has just been sharded, or copied."""
+    if runtime.late_note:
+        runtime.engine.gatherer.late_peers = LatePeers(runtime)
+
+
+def _take_over(runtime: Runtime, peers: Peers | SymmetricPeers | None) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        put_to_rest(runtime)
+        if peers is None:
+            forget_halves(runtime.units)
+        succeed(runtime, runtime.units, peers)
+
+
+def _is_between_steps(runtime: Runtime) -> bool:
+    """Nothing points into the engine."""
+    engine = runtime.engine
+    is_tapped = "enter" in vars(engine)  # by `lamina.trace()`
+    holds = any(unit.kept or unit.visits.alive for unit in runtime.units) or bool(engine.reducer.partials)
+    return not holds and not is_tapped and not engine.lanes.is_recording
+
+
+def _were_touched(runtime: Runtime) -> bool:
+    """Whether masters have been made whole since the first publishing, which has halved them."""
+    return any(m.was_touched or m.whole is not None for unit in runtime.units for m in unit.halved.values())
