@@ -184,9 +184,11 @@ class Engine:
         reads: False for the backward of a lookup, which needs no weights; see lookups.py.
         """
         phase, is_forward = self.current(), op is FORWARD
-        (self._agree if phase.recorded is None else self._follow)(phase, op, unit, reads)
         if is_forward:
+            if unit.dirty.value or not unit.communicates:
+                self.residency.refuse_old(unit, self.one_sided)
             unit.was_entered = True
+        (self._agree if phase.recorded is None else self._follow)(phase, op, unit, reads)
         if unit.plain:
             unit.open_plain(is_forward)
             return None

@@ -53,6 +53,17 @@ class Residency:
             self._evict_sharing(slot)
         self.gatherer.start(unit, slot)
 
+    def refuse_old(self, unit: Unit, one_sided: bool) -> None:
+        """A forward that has changed masters must not read what was gathered, or published, before."""
+        changed = unit.dirty.value if unit.communicates else unit.was_written()
+        if unit.plain or not changed or not (unit.is_ready or (one_sided and unit.sharded)):
+            return
+        raise StateError(
+            f"parameters of `{unit.name}` were changed inside this forward, which would go on with the old ones: their "
+            "weights were gathered before. Change parameters between steps (move that line, or the call of the method "
+            "that does it, to where the model is called)"
+        )
+
     def would_wait(self, slot: Slot | None) -> bool:
         """Whether a gather ahead of need should rather wait: a use still reads these bytes."""
         if slot is None or (slot.pins and slot.state is WEIGHTS):
