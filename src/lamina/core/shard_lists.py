@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lamina.core.shard_ops import local_of, op_name, refuse
+from lamina.core.shard_ops import INTO_PLAIN, local_of, op_name, refuse
 from lamina.core.shard_tensor import Reach, Shard
 from lamina.errors import ShardOpError
 
@@ -59,7 +59,7 @@ def _owners(args: Sequence[Any]) -> list[Shard | None]:
 
 
 def _entry(func: Any, value: Any, owner: Shard | None) -> Any:
-    return value if owner is None else local_of(value, owner.spec, func)
+    return value if owner is None else local_of(value, owner.spec, func, (value, owner))
 
 
 def _unwrap(func: Any, arg: Any, args: tuple[Any, ...], owners: list[Shard | None]) -> Any:
@@ -102,7 +102,7 @@ def foreach_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     owners = _owners((*args, *kwargs.values()))
     for target, owner in zip(lead, owners, strict=True):
         if owner is not None and type(target) is not Shard:
-            refuse(func, (owner,), {}, "it would write this rank's part into a plain tensor")
+            refuse(func, (owner,), {}, INTO_PLAIN)
     func(
         *[_unwrap(func, arg, args, owners) for arg in args],
         **{key: _unwrap(func, value, args, owners) for key, value in kwargs.items()},

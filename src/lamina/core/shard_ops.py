@@ -5,8 +5,9 @@ list of names, decides most operations; lists, reductions and random fills live 
 not found raises `ShardOpError`: there is no fallback that would compute something else.
 
 Note [one range]. A handler may mix operands only after each was brought to the range of one spec: a Shard of the same
-geometry gives its local elements, a plain tensor is broadcast and sliced, a plain 0-dim tensor passes as it is. An
-in-place or `out=` operation writes to Shards only.
+geometry gives its local elements, one that is cut differently is gathered and sliced (all ranks know both cuts, so all
+do), a plain tensor is broadcast and sliced, a plain 0-dim tensor passes as it is. An in-place or `out=` operation
+writes to Shards only. What a graph records is not gathered: its backward would be, too, at another moment on each rank.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lamina.core import past_the_forward
+from lamina.core.shard_collectives import gather_flat
 from lamina.core.shard_losses import checksum_of
 from lamina.core.shard_spec import ShardSpec
 from lamina.core.shard_tensor import Handler, Shard
 from lamina.errors import ShardOpError
 
+INTO_PLAIN = (
+    "it would write this rank's part into a plain tensor (to average weights copy the model after lamina.shard(): the "
+    "copy is sharded, too)"
+)
 _NUMBERS = (float, int, bool)
 _Handler = TypeVar("_Handler", bound=Handler)
 BY_NAME: dict[str, Handler] = {}  # "op" or "op.overload" -> handler, filled by the @handles of four files
@@ -90,40 +96,6 @@ def _is_elementwise(name: str) -> bool:
 # -- errors
 
 
-def past_the_forward(name: str, frame: FrameType | None) -> str:
-    """What to type where a module is being called that has the parameter, and the forward that gathers it is not.
-
-    Wrappers do so whose methods reach for the module inside them, and scripts that call a part of the model.
-    """
-    owner, outermost, method = None, None, ""
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            if owner is None and any(type(p) is Shard and p.name == name for p in module._parameters.values()):
-                owner = module
-            outermost, method = module, frame.f_code.co_name
-        frame = frame.f_back
-    if owner is None:
-        return ""
-    called = f"`{type(owner).__name__}` was called, and not through the forward of the unit that gathers its weights"
-    if torch._C._current_graph_task_id() != -1:
-        return (
-            f"{called}, in a backward that came past the outputs of that forward, through a tensor that was left in a "
-            "list or another object: return that tensor from the forward, keep it as an attribute of a module in it, "
-            "or recompute nothing and type `with lamina.keep(model):` around the forward and the backward."
-        )
-    if method in dir(nn.Module) or method == "forward":
-        return (
-            f"{called}: call the model itself, or a method of it that does what you do here and that "
-            "lamina.shard(..., entry_points=) names. For values without gradients `with lamina.gathered(module):` "
-            "around it is enough (collective)."
-        )
-    return (
-        f"{called}: `{type(outermost).__name__}.{method}` leads past it. If that is the model's own method, type "
-        f"lamina.shard(..., entry_points=({method!r},))."
-    )
-
-
 def shards_in(values: Iterable[Any]) -> Iterable[Shard]:
     for value in values:
         if type(value) is Shard:
@@ -145,7 +117,7 @@ def refuse(
 ) -> NoReturn:
     lead = lead_of(args, kwargs)
     in_a_loss = any(shard.requires_grad for shard in shards_in((*args, *kwargs.values())))
-    cure = past_the_forward(lead.name, sys._getframe(1)) or (
+    cure = past_the_forward.cure_of(lead.name, sys._getframe(1)) or (
         "Call the module that owns it (inside its forward the parameter is whole), or use `with lamina.gathered(p) as "
         f"full:`, or `p.full()` (collective{_for_gradients(lead) if in_a_loss else ''})."
     )
@@ -161,9 +133,9 @@ def _for_gradients(named: Shard | ShardSpec) -> str:
 
 def _mismatch(func: Any, value: Tensor, spec: ShardSpec) -> NoReturn:
     got = value.spec.describe() if type(value) is Shard else f"a plain tensor of shape {tuple(value.shape)}"
-    cure = past_the_forward(spec.name, sys._getframe(1)) or (
-        f"Sharded operands must be cut alike, and plain ones must broadcast to {tuple(spec.shape)}. Work in the "
-        f"forward, or use `.full()` on both (collective{_for_gradients(spec)})."
+    cure = past_the_forward.cure_of(spec.name, sys._getframe(1)) or (
+        f"Sharded operands must have one shape, in a loss be cut alike, and plain ones must broadcast to "
+        f"{tuple(spec.shape)}. Work in the forward, or use `.full()` on both (collective{_for_gradients(spec)})."
     )
     raise ShardOpError(f"`{op_name(func)}` got the sharded {spec.describe()} beside {got}. {cure}")
 
@@ -191,26 +163,37 @@ def slice_of(value: Tensor, spec: ShardSpec, func: Any) -> Tensor:
     return rows[spec.start - first * row_numel : spec.stop - first * row_numel]
 
 
-def local_of(value: Any, spec: ShardSpec, func: Any) -> Any:
+def local_of(value: Any, spec: ShardSpec, func: Any, operands: Iterable[Any] | None = None) -> Any:
+    """The elements of a value on `spec`'s range. `operands`: all of the operation, if it only reads this value."""
     if type(value) is Shard:
         if value.geometry is not spec.geometry and not value.spec.same(spec):
-            _mismatch(func, value, spec)
+            return _cut_anew(value, spec, func, operands)
         return value.local
     if isinstance(value, Tensor):
         return slice_of(value, spec, func)
     return value
 
 
+def _cut_anew(value: Shard, spec: ShardSpec, func: Any, operands: Iterable[Any] | None) -> Tensor:
+    """Of a Shard that is cut differently, such as the encoder that a momentum encoder follows. Collective."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    if operands is None or value.shape != spec.shape or value.spec.detached or spec.detached or in_backward:
+        _mismatch(func, value, spec)
+    if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards_in(operands)):
+        _mismatch(func, value, spec)
+    return gather_flat(value.local, value.spec)[spec.start : spec.stop]
+
+
 def locals_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: ShardSpec) -> tuple[list[Any], dict]:
     if kwargs:
-        kwargs = {key: local_of(value, spec, func) for key, value in kwargs.items()}
+        kwargs = {key: local_of(value, spec, func, args) for key, value in kwargs.items()}
     return [
         # the two usual operands without a call: for-loop optimizers come here twenty times a parameter
         arg.local
         if type(arg) is Shard and arg.geometry is spec.geometry
         else arg
         if type(arg) in _NUMBERS
-        else local_of(arg, spec, func)
+        else local_of(arg, spec, func, args)
         for arg in args
     ], kwargs
 
@@ -243,7 +226,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if type(target) is not Shard:
-        refuse(func, args, kwargs, "it would write this rank's part into a plain tensor")
+        refuse(func, args, kwargs, INTO_PLAIN)
     local_args, kwargs = locals_of(func, args, kwargs, target.spec)
     func(*local_args, **kwargs)
     mark(target.spec)
@@ -267,9 +250,9 @@ def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(value, Tensor) and (type(value) is Shard or value.dim()):
         refuse(func, args, kwargs, "the value has to be a number or a plain 0-dim tensor")
     if in_place and type(target) is not Shard:
-        refuse(func, args, kwargs, "it would write this rank's part into a plain tensor")
+        refuse(func, args, kwargs, INTO_PLAIN)
     spec = lead_of(args, kwargs).spec
-    result = func(*(local_of(arg, spec, func) for arg in args[:-1]), value)
+    result = func(*(local_of(arg, spec, func, args) for arg in args[:-1]), value)
     if not in_place:
         return Shard(result, spec.derived)
     mark(spec)
@@ -282,7 +265,7 @@ def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(target) is not Shard:
         refuse(func, (source, target), kwargs, "a plain tensor cannot take the elements of other ranks")
     spec = target.spec
-    target.local.copy_(local_of(source, spec, func), *args[2:], **kwargs)
+    target.local.copy_(local_of(source, spec, func, args), *args[2:], **kwargs)
     mark(spec)
     return target
 
@@ -299,7 +282,7 @@ def masked_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if index.numel():  # torch has turned the mask of a 0-dim tensor into the index 0, or into none
             target.local.fill_(value)
     elif index.dtype is torch.bool and index.shape == target.shape:
-        func(target.local, [local_of(index, target.spec, func)], value)
+        func(target.local, [local_of(index, target.spec, func, args)], value)
     else:
         refuse(func, args, kwargs, "an indexed write reaches elements of other ranks")
     mark(target.spec)

@@ -99,7 +99,7 @@ def inner_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         refuse(func, args, kwargs, "a gradient through it is not offered; `(a * b).sum()` has one")
     func(*(torch.empty(arg.shape, dtype=arg.dtype, device="meta") for arg in args))  # torch's own errors
     spec = lead_of(args, kwargs).spec
-    first, second = (local_of(arg, spec, func) for arg in args)
+    first, second = (local_of(arg, spec, func, args) for arg in args)
     result, wanted = _total(first * second, spec, first.dtype)
     return result.to(wanted)
 
@@ -179,7 +179,7 @@ def same_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     spec = lead_of(args, kwargs).spec
     if args[0].shape != args[1].shape and op_name(func) == "equal":
         return False
-    here = func(local_of(args[0], spec, func), local_of(args[1], spec, func), *args[2:], **kwargs)
+    here = func(*(local_of(arg, spec, func, ()) for arg in args[:2]), *args[2:], **kwargs)  # no graph records it
     return bool(_agreed(torch.tensor(here, device=args[0].device), _MIN, spec))
 
 

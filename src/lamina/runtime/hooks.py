@@ -400,7 +400,8 @@ class EntryPoint:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, hooks = self.module(), self.hooks
-        assert module is not None
+        if module is None:
+            raise StateError(f"`{self.__name__}` is a method of a sharded model that is gone: keep the model")
         hooks.open(module, self.__name__, sys._getframe())
         try:
             args, kwargs = hooks.take_inputs(args, kwargs)
