@@ -100,6 +100,7 @@ SCHEMES = {
 }
 DRAWN_FIRST = tuple(SCHEMES)[:-2]
 FREE_FROM = 80_000  # jobs of seeds below are what they were without it
+LATE_PEERS_FROM = 100_000
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Case:
     penalty: str = ""  # over parameters, outside the forward: "before" or "behind" it in one loss, or "alone"
     wider: Wider = field(default_factory=Wider)
     patience: int = 0  # steps, after which masters in halves are given up; 0: lamina has no choice
+    late_peers: bool = False  # come, or not, in the middle of the job: see late.py
 
     @property
     def features(self) -> frozenset[str]:
@@ -143,7 +145,11 @@ class Case:
         }
         found |= {f"hooks {self.hooks}"} if self.hooks else set()
         found |= {f"mesh {self.grid}"} if self.grid else set()
-        found |= {name for name in ("debug", "keeps", "zeroes", "peeks", "replicate", "ignores") if getattr(self, name)}
+        found |= {
+            name
+            for name in ("debug", "keeps", "zeroes", "peeks", "replicate", "ignores", "late_peers")
+            if getattr(self, name)
+        }
         found |= {name for name, drawn in (("clipping", self.clip), ("late", self.late is not None)) if drawn}
         found |= self.sides.features if self.sides else set()
         found |= {f"penalty {self.penalty}"} if self.penalty else set()
@@ -221,6 +227,7 @@ def draw_case(seed: int, ranks: int, layers: frozenset[str] = frozenset()) -> Ca
     case = _draw_more(case, random.Random(f"more {seed}"))
     case = _draw_sides(_draw_free(case) if seed >= FREE_FROM else case, layers)
     case = _draw_wider(case, layers) if seed >= WIDER_FROM else case
+    case = _draw_late_peers(case) if seed >= LATE_PEERS_FROM else case
     return _draw_units_of_tables(case, layers)
 
 
@@ -250,6 +257,12 @@ def _draw_free(case: Case) -> Case:
         case, precision="bf16, free", transport="peer", ignores=False, penalty="", patience=draw.randint(1, 3)
     )
     return replace(case, optimizer=optimizer, clip=clip)
+
+
+def _draw_late_peers(case: Case) -> Case:
+    draw = random.Random(f"late peers {case.seed}")
+    is_open = case.world > 1 and not case.patience and not case.scheme.precision.halves
+    return replace(case, late_peers=is_open and draw.random() < 0.5)
 
 
 def _draw_sides(case: Case, layers: frozenset[str]) -> Case:

@@ -25,6 +25,7 @@ from fuzz.case import ROUNDING, ROUNDING_OF_ONE, STEPS, Case, begin_on, draw_cas
 from fuzz.caught import fail, give_up, raise_once
 from fuzz.forms import coming_halves
 from fuzz.hooks import add_hooks
+from fuzz.late import peers_come_late
 from fuzz.layers import WIDTH, has_reentrant
 from fuzz.lookups import make_dense
 from fuzz.models import RandomModel
@@ -88,7 +89,7 @@ class Job:
             mesh=mesh,
             units=units_of(case, model),
             precision=scheme.given,
-            transport=case.transport,
+            transport="auto" if case.late_peers else case.transport,
             slots=case.slots,
             recompute=case.recompute,
             replicate=case.replicate,
@@ -401,6 +402,8 @@ def run(case: Case, device: str) -> Job:
     if case.patience:
         choices.enter_context(patch.object(halving, "pays_on", lambda device: True))
         choices.enter_context(patch.object(halving, "PATIENCE", case.patience))
+    if case.late_peers:
+        choices.enter_context(peers_come_late(case.seed, dist.get_rank()))
     try:
         job = Job(case, device)
         for number in range(STEPS):

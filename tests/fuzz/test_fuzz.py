@@ -19,13 +19,16 @@ from leftovers import with_leftovers
 world_of = Way(None).world_of
 SEEDS = (15, 108, 137, 167, 188, 213, 458, 504, 629, 650, 678, 687, 697, 704, 760, 769, 832, 859, 881)
 WIDER_SEEDS = (10078, 10257, 10385, 10463, 10609, 10647)
+LATE_PEERS_SEEDS = (100014, 100030, 100033, 100087, 100119)
 FREE_SEEDS = (80099, 80139, 80185, 80214, 80234)  # in which masters are put together again
 LOOKUP_SEEDS = (50042, 50089, 50213, 50215, 50230, 50233, 50736, 50784, 50824, 50980)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_jobs_equal_one_process(world: int) -> None:
-    seeds = [seed for seed in SEEDS + WIDER_SEEDS + LOOKUP_SEEDS + FREE_SEEDS if world_of(seed) == world]
+    seeds = [
+        seed for seed in SEEDS + WIDER_SEEDS + LOOKUP_SEEDS + FREE_SEEDS + LATE_PEERS_SEEDS if world_of(seed) == world
+    ]
     for outcomes, left in run_ranks(world, with_leftovers, play_all, seeds, timeout=120):
         for outcome in outcomes:
             assert outcome.is_right, f"{outcome.worst:.2e} in {outcome.where}: {outcome.case}"
@@ -69,6 +72,13 @@ def test_the_set_of_free_forms_has_some_of_everything() -> None:
     assert {case.precision for case in cases} == {"bf16, free"} and all(case.clips_in_step for case in cases)
     assert {case.world for case in cases} == {2, 3, 4} and {case.patience for case in cases} == {1, 2, 3}
     assert {act for case in cases for acts in case.acts for act in acts} >= {"move", "rewind", "toggle", "load", "fail"}
+
+
+def test_the_set_of_late_peers_has_some_of_everything() -> None:
+    cases = [case_of(seed, world_of(seed)) for seed in LATE_PEERS_SEEDS]
+    assert all(case.late_peers for case in cases) and {case.world for case in cases} == {2, 3, 4}
+    assert {case.accumulation for case in cases} >= {"twice", "defer"} and any(case.keeps for case in cases)
+    assert {act for case in cases for acts in case.acts for act in acts} >= {"move", "rewind", "toggle", "fail", "twin"}
 
 
 def test_the_set_of_lookups_has_some_of_everything() -> None:

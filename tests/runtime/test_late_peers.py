@@ -78,14 +78,24 @@ def behind_two_forwards(model: nn.Module) -> AdamW:
 
 
 def in_micro_batches(model: nn.Module) -> AdamW:
+    """They come in the first one."""
     optimizer = clipping(model)
     for number in range(3):
-        with lamina.accumulate(model, last=number == 2):
-            backward(model, number)
+        with lamina.accumulate(model, last=number == 2, defer=True):
+            output = model(batch(number, dist.get_rank(), torch.float32)).float()
+            lamina.token_mean(output.pow(2).sum(), 1 + number + dist.get_rank()).backward()
     optimizer.step()
     optimizer.zero_grad()
+    return optimizer
+
+
+def between_micro_batches(model: nn.Module) -> AdamW:
+    """The first one's sums wait for the second."""
+    with lamina.accumulate(model, last=False, defer=True):
+        backward(model, 0)
+    optimizer = clipping(model)
     with lamina.accumulate(model, last=True, defer=True):
-        backward(model, 4)
+        backward(model, 1)
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
@@ -112,8 +122,10 @@ def while_weights_are_kept(model: nn.Module) -> AdamW:
 
 def while_traced(model: nn.Module) -> AdamW:
     optimizer = clipping(model)
+    before = transport_of(model)
     with tempfile.TemporaryDirectory() as folder, lamina.trace(Path(folder, "trace.json"), model):
         step(model, optimizer, 0)
+    assert transport_of(model) == before, "what is traced stays what it is"
     return optimizer
 
 
@@ -149,7 +161,9 @@ BEGINNINGS: list[tuple[Callable[[nn.Module], AdamW], dict[str, Any]]] = [
     (at_once, {"strategy": lamina.Strategy(2, 2, 2)}),
     (behind_evaluations, {}),
     (behind_two_forwards, {"slots": 2}),
+    (behind_evaluations, {"precision": lamina.Precision(compute=torch.bfloat16, keep=("blocks.0.*",))}),
     (in_micro_batches, {}),
+    (between_micro_batches, {}),
     (between_a_forward_and_its_backward, {}),
     (while_weights_are_kept, {}),
     (while_traced, {}),
@@ -162,7 +176,7 @@ BEGINNINGS: list[tuple[Callable[[nn.Module], AdamW], dict[str, Any]]] = [
 def come() -> list[str]:
     wrong = []
     for begin, options in BEGINNINGS if dist.get_world_size() == 2 else BEGINNINGS[2:3]:
-        ends, name = [], f"{begin.__name__} {options}"
+        ends, forms, name = [], [], f"{begin.__name__} {options}"
         with much_is_published():
             late = make(**{"transport": "auto", **options})
             if transport_of(late) != "c10d" or TOO_MUCH not in lamina.report(late).notes[0]:
@@ -175,10 +189,11 @@ def come() -> list[str]:
                 ends.append(bits_of(model))
                 notes = lamina.report(model).notes
                 is_open = runtime_of(model).engine.gatherer.late_peers is not None
-                if transport_of(model) != "peer" or not all(halved_units(model)) or "c10d" in "".join(notes) or is_open:
-                    wrong.append(f"{name}: {transport_of(model)}, {halved_units(model)}, {notes}")
-        if not all(map(torch.equal, *ends)):
-            wrong.append(f"{name}: other numbers")
+                forms.append(halved_units(model))
+                if transport_of(model) != "peer" or not any(forms[-1]) or "c10d" in "".join(notes) or is_open:
+                    wrong.append(f"{name}: {transport_of(model)}, {forms}, {notes}")
+        if not all(map(torch.equal, *ends)) or forms[0] != forms[1]:
+            wrong.append(f"{name}: other numbers, {forms}")
     return wrong
 
 
@@ -249,9 +264,11 @@ def recorded_behind_a_step(model: nn.Module) -> AdamW:
 
 
 def averaged(model: nn.Module) -> AdamW:
+    """Behind an evaluation, which finds nothing yet."""
     optimizer = clipping(model)
     step(model, optimizer, 0)
     with torch.no_grad():
+        model(batch(1, dist.get_rank(), torch.float32))
         model.average = [param.clone() for param in model.parameters()]
     return optimizer
 
@@ -304,7 +321,8 @@ def stay_away() -> list[str]:
                     step(model, optimizer, number)
                 ends.append(bits_of(model))
                 gatherer, notes = runtime_of(model).engine.gatherer, "".join(lamina.report(model).notes)
-                if transport_of(model) != "c10d" or gatherer.late_peers is not None or any(halved_units(model)):
+                is_over = gatherer.late_peers is None and "published" not in lamina.report(model).memory
+                if transport_of(model) != "c10d" or not is_over or any(halved_units(model)):
                     wrong.append(f"{begin.__name__}: {notes}")
                 if transport == "auto" and not re.search(words, notes):
                     wrong.append(f"{begin.__name__}: {notes}")
@@ -363,6 +381,25 @@ def copied() -> list[str]:
 
 def test_a_copy_waits_for_its_own_optimizer() -> None:
     assert run_ranks(2, copied) == [[], []]
+
+
+def with_more_parameters() -> str:
+    """What notices parameters that nobody has adopted goes on doing so."""
+    with much_is_published():
+        model = make(transport="auto")
+        optimizer = clipping(model)
+        step(model, optimizer, 0)
+        model.blocks[0].more = nn.Parameter(torch.ones(3))
+        try:
+            step(model, optimizer, 1)
+        except lamina.LaminaError as error:
+            return f"{transport_of(model)}: {error}"
+    return "nothing was said"
+
+
+def test_new_parameters_are_noticed_all_the_same() -> None:
+    for said in run_ranks(2, with_more_parameters):
+        assert said.startswith("peer: ") and "`blocks.0.more`" in said and "lamina.adopt" in said, said
 
 
 def gone() -> tuple[str, Tensor]:
