@@ -243,7 +243,7 @@ def undisturbed(recompute: str, way: tuple[int, str]) -> list[str]:
                 deviation = gradient_deviation(sharded, {name: p.grad for name, p in plain.named_parameters()})
                 if deviation > TOLERANCE:
                     wrong.append(f"{run.__name__}: {deviation}")
-                kept = [each for u in units for slot in u.slots for each, _ in slot.keepers.views._alive()]
+                kept = [each for u in units for slot in u.slots for each, _ in slot.keepers._alive()]
                 if kept:
                     wrong.append(f"{run.__name__}: kept {kept}")
         finally:

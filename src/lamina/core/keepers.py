@@ -62,39 +62,8 @@ def _python_references(tensors: Sequence[Tensor]) -> list[int]:
     return [count - GRAPH_REFERENCES * (_count_in_torch(each) > 1) for each, count in zip(tensors, counts, strict=True)]
 
 
-class Keepers:
-    """Whether others than the runtime keep full parameters of a slot."""
-
-    def __init__(self, fulls: Sequence[FullParameter], storage: int, buffer: Tensor) -> None:
-        self._fulls, self.views = fulls, KeptViews(fulls, storage, buffer)
-        self._locked: list[FullParameter] = []
-        self.have_none()
-
-    def have_none(self) -> None:
-        """Python's references to full parameters are the runtime's."""
-        self._references = _python_references(self._fulls)
-        self._references_in_graphs = [count + GRAPH_REFERENCES for count in self._references]
-
-    def lock(self, graphs: int) -> None:
-        """The last use has ended: what others keep is not to be read. `graphs`: of uses of the unit, that are alive."""
-        self.views.lock(graphs)
-        found = list(map(sys.getrefcount, self._fulls))
-        if found in (self._references, self._references_in_graphs):
-            return
-        for full, count, known in zip(self._fulls, _python_references(self._fulls), self._references, strict=True):
-            if count > known:
-                become(full, LockedParameter)
-                self._locked.append(full)
-
-    def unlock(self) -> None:
-        """A use begins."""
-        self.views.unlock()
-        while self._locked:
-            become(self._locked.pop(), FullParameter)
-
-
 class KeptViews:
-    """Whether others than the runtime keep views of full parameters of a slot."""
+    """Views of full parameters of a slot that others than the runtime keep."""
 
     def __init__(self, fulls: Sequence[FullParameter], storage: int, buffer: Tensor) -> None:
         """
@@ -111,26 +80,6 @@ class KeptViews:
         self._looks = 0  # to come beside graphs, whatever the count is
         self._use: list[None] | None = None  # an object as old as the use
         self._graph: list[None] | None = None  # one as old as the first use whose graph is alive
-
-    def lock(self, graphs: int) -> None:
-        count = self._count()
-        if self._kept or count not in self._clean.get(graphs, _NONE) or (graphs and self._looks):
-            with torch._C.DisableTorchFunction():
-                self._look(count, graphs)
-        self._use = None
-        if graphs == 0:
-            self._graph = None
-
-    def unlock(self) -> None:
-        if self._use is None:
-            self._use = []
-            if self._graph is None:
-                self._graph = self._use
-        if self._are_locked:
-            self._are_locked = False
-            for view, kind in self._alive():
-                become(view, kind)
-                del vars(view)["_owner"]
 
     def _look(self, count: int, graphs: int) -> None:
         if self._are_locked or count == 0:  # 0: a torch that does not count
@@ -190,6 +139,51 @@ class KeptViews:
             return [each for each in tensors if each.is_inference() or each._version != _MARK]
         finally:
             _set_versions((self._buffer,), (before,))
+
+
+class Keepers(KeptViews):
+    """Whether others than the runtime keep full parameters of a slot, or views of them."""
+
+    def __init__(self, fulls: Sequence[FullParameter], storage: int, buffer: Tensor) -> None:
+        super().__init__(fulls, storage, buffer)
+        self._locked: list[FullParameter] = []
+        self.have_none()
+
+    def have_none(self) -> None:
+        """Python's references to full parameters are the runtime's."""
+        self._references = _python_references(self._fulls)
+        self._references_in_graphs = [count + GRAPH_REFERENCES for count in self._references]
+
+    def lock(self, graphs: int) -> None:
+        """The last use has ended: what others keep is not to be read. `graphs`: of uses of the unit, that are alive."""
+        count = self._count()
+        if self._kept or count not in self._clean.get(graphs, _NONE) or (graphs and self._looks):
+            with torch._C.DisableTorchFunction():
+                self._look(count, graphs)
+        self._use = None
+        if graphs == 0:
+            self._graph = None
+        found = list(map(sys.getrefcount, self._fulls))
+        if found == self._references or found == self._references_in_graphs:
+            return
+        for full, count, known in zip(self._fulls, _python_references(self._fulls), self._references, strict=True):
+            if count > known:
+                become(full, LockedParameter)
+                self._locked.append(full)
+
+    def unlock(self) -> None:
+        """A use begins."""
+        if self._use is None:
+            self._use = []
+            if self._graph is None:
+                self._graph = self._use
+        if self._are_locked:
+            self._are_locked = False
+            for view, kind in self._alive():
+                become(view, kind)
+                del vars(view)["_owner"]
+        while self._locked:
+            become(self._locked.pop(), FullParameter)
 
 
 def _held(tensors: list[Tensor]) -> list[Tensor]:

@@ -39,7 +39,7 @@ class Op(enum.Enum):
 GATHER, FORWARD, BACKWARD, REDUCE = Op  # `Op.GATHER` is a search on Python 3.11, of 0.1 us
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One entry of a program."""
 

@@ -78,11 +78,18 @@ _ALONE = _Nobody()
 class Slot:
     """Bytes into which one unit is gathered, and the full parameters that are views of them."""
 
+    __slots__ = (  # read at every use: a slot's own dict would be several lines of the cache more
+        "layout", "buffer", "home", "state", "is_checked", "pins", "shares", "busy", "freed", "ready", "segments",
+        "views", "counter", "fulls", "storage", "keepers", "version", "given_back", "is_saved", "has_version",
+        "__weakref__",
+    )  # fmt: skip
+
     def __init__(self, layout: UnitLayout, buffer: Tensor, home: bool = True) -> None:
         self.layout = layout
         self.buffer = buffer  # uint8, (layout.buffer_bytes,)
         self.home = home  # False: an overflow slot, whose memory comes and goes
         self.state = EMPTY
+        self.is_checked = DebugMode.enabled
         self.pins = 0  # uses that read it now
         self.shares: frozenset[Slot] = frozenset()  # home slots with bytes in common
         self.busy: dict[Slot, None] = _ALONE  # of the arena: whoever writes bytes in common looks at these; see `to`
@@ -90,10 +97,10 @@ class Slot:
         self.ready: Mark | None = None  # the gather that filled it
         self.segments = segment_views(layout, buffer)
         self.views = parameter_views(layout, self.segments)
-        self._counter = torch.empty(0, device=buffer.device)  # of versions; nothing but `fulls` shares it
+        self.counter = torch.empty(0, device=buffer.device)  # of versions; nothing but `fulls` shares it
         seen = segment_views(layout, in_own_storage(buffer)) if home else self.segments
         self.fulls = [
-            bind(view, spec.trainable, self._counter)
+            bind(view, spec.trainable, self.counter)
             for view, spec in zip(parameter_views(layout, seen), layout.params, strict=True)
         ]
         self.storage = seen[0].untyped_storage()._cdata if seen else 0  # of `fulls`: at home nothing else lies in it
@@ -103,12 +110,12 @@ class Slot:
         self.given_back = next(_versions_given_back)  # their version while the weights are not here
         self.is_saved = False  # whether graphs may have saved `fulls`
         self.has_version = True  # whether `fulls` have `version`; else they have `given_back`
-        if DebugMode.enabled:
+        if self.is_checked:
             self._poison()
 
     def count_writes(self) -> int:
         """How often full parameters were written in place; gathers write past the counter, so these are the user's."""
-        return self._counter._version
+        return self.counter._version
 
     @property
     def has_weights(self) -> bool:
@@ -120,11 +127,11 @@ class Slot:
         A slot that holds something is in `busy` from then on until another one has taken its bytes, and has waited for
         the work that read them: so few of all that share bytes are looked at.
         """
-        if DebugMode.enabled:
+        if self.is_checked:
             self._check(state)
         if state is WEIGHTS:
             if not self.has_version:
-                _set_versions((self._counter,), (self.version,))
+                _set_versions((self.counter,), (self.version,))
                 self.has_version = True
         else:
             if state is not EMPTY:
@@ -134,7 +141,7 @@ class Slot:
         self.state = state
 
     def _hide_version(self) -> None:
-        _set_versions((self._counter,), (self.given_back,))
+        _set_versions((self.counter,), (self.given_back,))
         self.has_version = False
 
     def expect_other_weights(self) -> None:

@@ -38,13 +38,10 @@ class Alike:
     def fingerprint(self, complete: Sequence[int]) -> int:
         """Of the backward whose reductions have just ended; fits into 31 bits."""
         share = self.units[0].mesh.share
-        had = tuple(bytes(self.units[index].gradients.had) for index in complete)
+        had = tuple([bytes(self.units[index].gradients.had) for index in complete])
         said = f"{share.steps} steps, the last with {share.settings}" if share.steps else "no step"
         self._before, self._last = self._last, Facts(tuple(complete), had, said)
-        value = share.steps_sum
-        for each in had:
-            value = zlib.crc32(each, value)
-        return value & 0x7FFFFFFF
+        return zlib.crc32(b"".join(had), share.steps_sum) & 0x7FFFFFFF
 
     def refuse(self) -> NoReturn:
         """All ranks have seen that something was not alike in the backward before. Collective."""

@@ -30,7 +30,7 @@ from lamina.core.control import Control
 from lamina.core.lanes import Lanes
 from lamina.core.program import BACKWARD, FORWARD, GATHER, REDUCE, Op, Step, move_gathers_ahead
 from lamina.core.shard_tensor import AS_PLAIN
-from lamina.core.slots import Slot
+from lamina.core.slots import WEIGHTY, Slot
 from lamina.core.uncompiled import at_the_end_of_backward
 from lamina.errors import StateError
 from lamina.runtime.failed_backward import ENGINES
@@ -38,7 +38,7 @@ from lamina.runtime.gathering import Gatherer
 from lamina.runtime.gradients import Gradients
 from lamina.runtime.lockstep import Lockstep
 from lamina.runtime.newcomers import Newcomers
-from lamina.runtime.phase import Key, Kind, Phase, Recorded, leaves_out, this_call
+from lamina.runtime.phase import Key, Kind, Phase, Recorded, current_task, leaves_out, this_call
 from lamina.runtime.programs import Programs
 from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
@@ -101,8 +101,8 @@ class Engine:
                     raise StateError(
                         f"the weights of `{unit.name}` were changed inside lamina.keep(): leave it before the step"
                     )
-                if unit.sharded or unit.dirty.value or not unit.mesh.factors.uses_shards:
-                    self.residency.empty(unit)
+                if unit.sharded or unit.dirty.value or not unit.communicates:
+                    self.residency.empty([unit])
             self.gradients.give_back()
         self.resident = self.residency.here()
 
@@ -150,7 +150,7 @@ class Engine:
         self.programs.note_end(phase)
         for index in () if self.one_sided else self.residency.here() - everywhere:
             if not self.units[index].kept:
-                self.residency.empty(self.units[index])
+                self.residency.empty([self.units[index]])
         self.resident = everywhere
         self.phase = phase.call = None  # whose frame may hold the phase
         self.control.position.is_over = True
@@ -172,7 +172,7 @@ class Engine:
 
     def close_failed(self) -> None:
         """Between steps: close what an error that the user caught has left open."""
-        if self.phase is not None or any(unit.windows for unit in self.units):
+        if self.phase is not None or [unit for unit in self.units if unit.windows]:
             self.phase = None
             self.residency.clear()
 
@@ -183,12 +183,16 @@ class Engine:
 
         reads: False for the backward of a lookup, which needs no weights; see lookups.py.
         """
-        phase, is_forward = self.current(), op is FORWARD
+        phase, is_forward = self.phase, op is FORWARD
+        assert phase is not None
         if is_forward:
             if unit.dirty.value or not unit.communicates:
                 self.residency.refuse_old(unit, self.one_sided)
             unit.was_entered = True
-        (self._agree if phase.recorded is None else self._follow)(phase, op, unit, reads)
+        if phase.recorded is None:
+            self._agree(phase, op, unit, reads)
+        else:
+            self._follow(phase, op, unit, reads)
         if unit.plain:
             unit.open_plain(is_forward)
             return None
@@ -206,7 +210,7 @@ class Engine:
     def leave(self, unit: Unit, slot: Slot | None) -> None:
         """The use of a forward has ended."""
         self._shut(phase := self.phase, unit, slot, True)
-        if phase is not None and phase.recorded is not None:
+        if phase is not None and phase.cursor < len(phase.steps) and phase.steps[phase.cursor].op is not FORWARD:
             self._pump(phase)
 
     def _shut(self, phase: Phase | None, unit: Unit, slot: Slot | None, reads: bool) -> None:
@@ -219,12 +223,12 @@ class Engine:
     # ---- following the program ---------------------------------------------------------------------------------
 
     def _follow(self, phase: Phase, op: Op, unit: Unit, reads: bool) -> None:
-        steps, cursor = phase.steps, phase.cursor
+        steps, cursor, home = phase.steps, phase.cursor, unit.slot
         if cursor < len(steps) and (step := steps[cursor]).unit == unit.index and step.op is op:
             phase.cursor = cursor + 1
         else:
             self._jump(phase, op, unit)
-        if reads and not unit.is_ready:
+        if reads and (home is None or home.state not in WEIGHTY) and not unit.is_ready:
             self._deviate(phase, op, unit)
 
     def _jump(self, phase: Phase, op: Op, unit: Unit) -> None:
@@ -254,12 +258,9 @@ class Engine:
 
     def _pump(self, phase: Phase) -> None:
         """Issue what stands next in the program, as long as it needs nothing that is still to come."""
-        steps, units = phase.steps, self.units
-        while (cursor := phase.cursor) < len(steps):
-            step = steps[cursor]
-            op, unit = step.op, units[step.unit]
-            if op is FORWARD:
-                return
+        steps = phase.steps
+        while (cursor := phase.cursor) < len(steps) and (op := (step := steps[cursor]).op) is not FORWARD:
+            unit = self.units[step.unit]
             if op is GATHER:
                 if self.residency.would_wait(unit.slot):
                     return
@@ -314,38 +315,40 @@ class Engine:
 
     def begin_use(self, use: Use, is_early: bool = False) -> None:
         """An output's node is about to run, or (`is_early`) a hook before it: the unit's backward begins."""
-        task = torch._C._current_graph_task_id()
-        if use.active_in == task:
-            end_others(use, self.current().tasks[task], is_early, self._finish_use)
+        if use.active_in == (task := current_task()):
+            if use.is_early and not is_early:
+                use.is_early = False
+                end_others(use, self.current().tasks[task], self._finish_use)
             return
         use.check_weights(unit := self.units[use.index])
         if self.phase is None:
             self.begin_backward(task)
         phase = self.current()
-        if task not in phase.tasks:
-            phase.tasks[task] = []
+        active = phase.tasks.get(task)
+        if active is None:
+            active = phase.tasks[task] = []
             phase.keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             at_the_end_of_backward(self._end_task, task)
-        active = phase.tasks[task]
-        use.active_in, use.waiting, use.is_early = task, use.input_count, True
+        use.active_in, use.waiting, use.is_early = task, use.input_count, is_early
         active.append(use)
-        end_others(use, active, is_early, self._finish_use)
+        if not is_early and len(active) > 1:
+            end_others(use, active, self._finish_use)
         self.enter(unit, BACKWARD, use.slot(), use.reads)
 
     def end_use(self, use: Use) -> None:
         """The node of one of its inputs is about to run."""
-        if use.active_in is None or use.active_in != torch._C._current_graph_task_id():
+        if use.active_in is None or use.active_in != current_task():
             return
         use.waiting -= 1
         if use.waiting == 0:
             self._finish_use(use)
 
     def _finish_use(self, use: Use) -> None:
-        phase, unit = self.current(), self.units[use.index]
-        assert use.active_in is not None
+        phase, unit = self.phase, self.units[use.index]
+        assert phase is not None and use.active_in is not None
         phase.tasks[use.active_in].remove(use)
         use.active_in = None
-        if not phase.keeps_graph:
+        if not (phase.keeps_graph or use.done):
             use.finish()
         self._shut(phase, unit, use.slot(), use.reads)
         if unit.trainable and not unit.kept and (unit.visits.alive == 0 or self.gradients.all_of(unit)):
@@ -396,9 +399,7 @@ class Engine:
 
     def _after_reductions(self, phase: Phase) -> None:
         self.reducer.finish()
-        for unit in self.units:
-            if unit.sharded and not unit.kept:
-                self.residency.empty(unit)
+        self.residency.empty([unit for unit in self.units if unit.sharded and not unit.kept])
         self.resident = self.residency.here()
         self.gradients.settle(sorted(phase.reduced))
 

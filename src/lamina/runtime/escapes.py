@@ -103,11 +103,13 @@ class Escapes:
             caught: nodes of what the user's hooks on modules inside were given.
             first_node: number of the first node that autograd may have made in this forward.
         """
+        count = 0
         try:
-            count = _count_attributes(self._all)
+            for reference in self._all:
+                count += len(reference().__dict__)  # type: ignore[union-attr]
         except AttributeError:  # one has gone
-            self._all = _alive(self._all)
-            count = _count_attributes(self._all)
+            self._all = [reference for reference in self._all if reference() is not None]
+            count = sum(len(vars(reference())) for reference in self._all)
         if count != self._attribute_count:
             self._attribute_count, self._forwards_to_learn = count, FORWARDS_THAT_LEARN
         if self._forwards_to_learn > 0:
@@ -130,18 +132,6 @@ class Escapes:
                 may_hold_later = value is None if is_torchs else _may_hold_later(value)
                 if name not in _OWN and (may_hold_later or _holds_graph(value)):
                     self._places[reference, name] = None
-
-
-def _alive(references: Iterable[weakref.ref[nn.Module]]) -> list[weakref.ref[nn.Module]]:
-    return [reference for reference in references if reference() is not None]
-
-
-def _count_attributes(references: Iterable[weakref.ref[nn.Module]]) -> int:
-    """Of modules, all of which are to be alive."""
-    count = 0
-    for reference in references:
-        count += len(reference().__dict__)
-    return count
 
 
 def is_heard(module: nn.Module) -> bool:

@@ -46,7 +46,7 @@ def spans(segment: Segment, mesh: DataMesh) -> list[tuple[int, int]]:
     return found
 
 
-@dataclass
+@dataclass(slots=True)
 class Route:
     """Everything one gather does: casts, then all-gathers of which each needs the one before."""
 

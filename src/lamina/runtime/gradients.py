@@ -29,6 +29,7 @@ from lamina.core.parameter_loops import (
     all_there,
     any_there,
     are_there,
+    bind_gradients,
     clear_gradients,
     gradients_of,
     has_gradient,
@@ -133,7 +134,7 @@ class Gradients:
         for unit in self.units:
             if unit.plain and not unit.kept:
                 self.set_aside(unit)
-            elif not unit.plain:
+            elif not unit.plain and unit.gradients.notes.are_hooked:
                 unit.gradients.hide_hooks()
 
     def begin_phase(self) -> None:
@@ -214,10 +215,11 @@ class Gradients:
                 unit.gradients.note_existing()
         gradients = self.of(unit) if contribute and self.contributes else [None] * len(unit.params)
         slot = self.residency.free_home(unit)
-        route = self.reducer.route_of(unit, gradients, self.last_micro_batch, self.defer)
-        if route is not None:
-            self._reduce_directly(unit, route, gradients, slot)
-            return
+        if self.reducer.pushes is not None:
+            route = self.reducer.route_of(unit, gradients, self.last_micro_batch, self.defer)
+            if route is not None:
+                self._reduce_directly(unit, route, gradients, slot)
+                return
         self.reducer.begin(unit)
         place = self.reducer.stage(unit) if slot is None else slot
         self.lanes.reduce.run(self._collect, unit, gradients, place, slot is not None and slot.state is WEIGHTS)
@@ -284,11 +286,17 @@ class Gradients:
         with AS_PLAIN():
             for index in complete:
                 gradients = self.units[index].gradients
-                gradients.forget_pending()
-                gradients.show(used[index])
-                gradients.touched = [False] * len(gradients.params)
+                if gradients.pending or gradients.standing:
+                    gradients.forget_pending()
+                if gradients.hidden or not all(used[index]) or any(gradients.had):
+                    gradients.show(used[index])
+                else:
+                    bind_gradients(gradients.params, gradients.views)
+                gradients.touched = [False] * len(gradients.touched)
         for index in complete:
-            self.units[index].gradients.hand_to_hooks(used[index])
+            gradients = self.units[index].gradients
+            if gradients.notes.are_hooked or gradients.earlier or gradients.arrived or gradients.held:
+                gradients.hand_to_hooks(used[index])
         for unit in self.units:
             if unit.plain and unit.gradients.fresh and not unit.kept:
                 unit.gradients.fresh = False
@@ -337,7 +345,8 @@ class Gradients:
         self.are_aside = False
         for unit in self.units:
             if not unit.plain:
-                unit.gradients.show_hooks()
+                if unit.gradients.hidden:
+                    unit.gradients.show_hooks()
             elif unit.gradients.fresh and not unit.kept:
                 unit.gradients.fresh = False
                 for param in unit.params:
@@ -371,7 +380,8 @@ class Gradients:
         """The backward has ended: what came from outside forwards joins gradients that no reduction has bound."""
         self.average_losses()
         for unit in self.units:
-            unit.gradients.show_hooks()
+            if unit.gradients.hidden:
+                unit.gradients.show_hooks()
             if unit.communicates and (unit.gradients.arrived or unit.gradients.held):
                 self.tokens.refuse_other_terms()
                 unit.gradients.take_in(sums_wait=unit.index in self.reducer.partials)
@@ -384,7 +394,10 @@ class Gradients:
         everyone = self.flags.start(list(chain.from_iterable(here.values())), self.alike.fingerprint(complete))
         if self.flags.differed:
             self.alike.refuse()
-        if all(here[index] == self.units[index].expected for index in complete):
+        for index in complete:
+            if here[index] != self.units[index].expected:
+                break
+        else:
             return here
         anywhere = iter(everyone())
         found = {index: [next(anywhere) for _ in flags] for index, flags in here.items()}

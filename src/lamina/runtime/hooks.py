@@ -7,14 +7,13 @@ read are there) and the last after it. A forward that raises leaves by the same 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -39,35 +38,30 @@ from lamina.runtime.uses import (
     hides_tensors,
     hook_of,
     hooks_of,
+    is_grad_enabled,
     nodes_of_inputs,
     nodes_of_outputs,
     serve_hooks,
     tensors_in,
 )
 
-R = TypeVar("R")
+P = ParamSpec("P")
 
 _moments = itertools.count(1)  # of forwards that begin and end
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 # `peek_interpreter_stack` makes a stack for a thread that has none, and autograd copies it at every node from then on
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def _outside_modes(method: Callable[..., R]) -> Callable[..., R]:
+def _outside_modes(act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Hide what the runtime does from modes that see every operation.
 
     Selective recomputation counts the operations of a forward and of its second run: gathers, reductions and messages
     in between are none of them, and need not be the same both times.
     """
-
-    @functools.wraps(method)
-    def run(*args: Any) -> R:
-        if torch._C._len_torch_dispatch_stack() == 0:
-            return method(*args)
-        with _disable_current_modes():
-            return method(*args)
-
-    return run
+    with _disable_current_modes():
+        act(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -84,11 +78,11 @@ class Frame:
     error_before: BaseException | None  # being handled by the caller already
     opened: int  # number of the moment
     phase: Phase
+    around: Frame | None
+    lists: list[Any]  # among the arguments: the forward may append to them
+    caught: list[Any]  # nodes of what the user's hooks were given in it
+    graphless: list[weakref.ref[Tensor]]  # what they were given that had no node then
     first_node: int = 0  # number that autograd gives the next node
-    lists: list[Any] = field(default_factory=list)  # among the arguments: the forward may append to them
-    caught: list[Any] = field(default_factory=list)  # nodes of what the user's hooks were given in it
-    graphless: list[weakref.ref[Tensor]] = field(default_factory=list)  # what they were given that had no node then
-    around: Frame | None = None
 
 
 class ModuleHooks:
@@ -124,7 +118,10 @@ class ModuleHooks:
 
     @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.open(module, "forward", sys._getframe(1))
+        if count_modes():
+            _outside_modes(self.open, module, "forward", sys._getframe(1))
+        else:
+            self.open(module, "forward", sys._getframe(1))
         if next(reversed(module._forward_hooks), None) != self.last:
             self.come_last(module)
         args, kwargs = self.take_inputs(args, kwargs)
@@ -152,13 +149,16 @@ class ModuleHooks:
         """Cast the inputs of the call that has been opened, and note the autograd nodes that made them."""
         if self.compute is not None:
             args, kwargs = cast_tree(args, self.compute), cast_tree(kwargs, self.compute)
-        if torch.is_grad_enabled():
-            frame = self.frames[-1]
-            self._listen(frame)
-            for each in (*args, *kwargs.values()):  # comprehensions are calls
+        if is_grad_enabled():
+            frame, escapes = self.frames[-1], self.escapes
+            if escapes is None or escapes.made_for is not self.engine:
+                escapes = self._escapes_of(frame.module)
+            escapes.listen()
+            frame.first_node = next_node()
+            for each in (*args, *kwargs.values()) if kwargs else args:  # comprehensions are calls
                 if isinstance(each, FILLED_LATER):
                     frame.lists.append(each)
-            for tensor in _tensors_below((args, kwargs) if kwargs else args):
+            for tensor in _tensors_below((args, kwargs) if kwargs else args[0] if len(args) == 1 else args):
                 if tensor.requires_grad:
                     frame.tensors.append(tensor)
             frame.inputs, frame.input_count = nodes_of_inputs(frame.tensors)
@@ -167,15 +167,12 @@ class ModuleHooks:
                 frame.hooks_before = count_hooks(frame.tensors, self.engine.reference)
         return args, kwargs
 
-    def _listen(self, frame: Frame) -> None:
-        """Notice what leaves the forward that begins by other ways than its outputs."""
-        escapes = self.escapes
-        if escapes is None or escapes.made_for is not self.engine:
-            if escapes is not None:
-                escapes.remove()
-            escapes = self.escapes = Escapes(frame.module, self.engine, self._catch, opens_window)
-        escapes.listen()
-        frame.first_node = next_node()
+    def _escapes_of(self, module: nn.Module) -> Escapes:
+        """What notices that something leaves a forward by other ways than its outputs."""
+        if self.escapes is not None:
+            self.escapes.remove()
+        self.escapes = Escapes(module, self.engine, self._catch, opens_window)
+        return self.escapes
 
     def _catch(self, seen: Any) -> None:
         """A hook on a module inside is given this. Only its nodes are noted: tensors may go before the forward ends."""
@@ -190,30 +187,35 @@ class ModuleHooks:
         if not self.frames or self.frames[-1].module is not module:
             return None  # our own pre-hook raised
         cast = cast_tree(output, self.output) if self.output is not None else output
-        self.close(cast)
+        if count_modes():
+            _outside_modes(self.close, cast)
+        else:
+            self.close(cast)
         return cast if cast is not output else None
 
-    @_outside_modes
     def open(self, module: nn.Module, entry: str, call: FrameType) -> None:
         """Begin a use of each unit, and the root forward if none is under way; `call` runs as long as the forward."""
         engine = self.engine
-        owns = engine.phase is None or engine.is_stale()
+        phase = engine.phase
         error = sys.exc_info()[1]
-        if owns:
+        owns = False
+        if phase is None or phase.was_left():
+            owns = True
             refuse_transforms(self.title)
             guard_hooks()
             if engine.gatherer.late_peers is not None:
                 engine.gatherer.late_peers.look()
                 engine = self.engine  # another one, where they have come
             engine.begin_forward(self, f"{self.title}.{entry}", call)
-        elif engine.phase is not None:
-            engine.phase.refuse_other_threads()
-        while self.frames and self.frames[-1].phase is not engine.phase:
+            phase = engine.current()
+        else:
+            phase.refuse_other_threads()
+        while self.frames and self.frames[-1].phase is not phase:
             self.frames.pop()  # of a forward that ended without a word
         entered: list[tuple[Unit, Slot | None]] = []
-        has_graph, phase = torch.is_grad_enabled(), engine.current()
-        frame = Frame(module, owns, entered, [], [], 0, 0, error, next(_moments), phase)
-        frame.around, phase.frame = phase.frame, frame
+        has_graph = is_grad_enabled()
+        frame = Frame(module, owns, entered, [], [], 0, 0, error, next(_moments), phase, phase.frame, [], [], [])
+        phase.frame = frame
         self.frames.append(frame)
         try:
             for unit in self.units:
@@ -225,7 +227,6 @@ class ModuleHooks:
             self._abandon(self.frames.pop())
             raise
 
-    @_outside_modes
     def close(self, output: Any) -> None:
         """End the uses; make their backward known to autograd."""
         frame, self.left = self.frames.pop(), []
@@ -260,11 +261,12 @@ class ModuleHooks:
     def _look_at(self, frame: Frame, output: Any) -> None:
         """Refuse what would be lost or read too late; watch for the backward."""
         tensors = _tensors_below(output)
-        self._check_aliases(frame, tensors)
-        has_graph = torch.is_grad_enabled()
+        has_graph = is_grad_enabled()
         for unit, slot in frame.entered:
             if slot is not None:
-                unit.refuse_writes(slot, self.here)
+                self._check_aliases(slot, tensors)
+                if slot.counter._version != slot.version:
+                    unit.refuse_writes(slot, self.here)
                 unit.window.check_shown()
         if has_graph:
             self._watch(frame, output, tensors)
@@ -286,7 +288,8 @@ class ModuleHooks:
             return
         engine = self.engine
         closed = next(_moments)
-        self._begin_inside(escaped)
+        if escaped:
+            self._begin_inside(escaped)
         made = range(frame.first_node, next_node())
         ends, begins = hooks_of(frame.inputs, engine.reference), hooks_of(nodes, engine.reference)
         are_beside = any_beside(frame.tensors, tensors, ends, begins)
@@ -332,19 +335,14 @@ class ModuleHooks:
                     if use not in begins:
                         begins.append(use)
 
-    def _check_aliases(self, frame: Frame, tensors: list[Tensor]) -> None:
+    def _check_aliases(self, slot: Slot, tensors: list[Tensor]) -> None:
         """A view of a full parameter would show another unit's weights after the use."""
-        for _, slot in frame.entered:
-            if slot is None:
-                continue
-            owned = slot.storage
-            for tensor in tensors:
-                if _storage(tensor) == owned:
-                    raise StateError(
-                        f"{self.title} returns its own weight, or a view of it (shape "
-                        f"{tuple(tensor.shape)}): the memory is used "
-                        "for other weights after the forward. Return `weight.clone()`"
-                    )
+        for tensor in tensors:
+            if _storage(tensor) == slot.storage:
+                raise StateError(
+                    f"{self.title} returns its own weight, or a view of it (shape {tuple(tensor.shape)}): the memory "
+                    "is used for other weights after the forward. Return `weight.clone()`"
+                )
 
 
 def _tensors_below(value: Any) -> list[Tensor]:
@@ -402,7 +400,7 @@ class EntryPoint:
         module, hooks = self.module(), self.hooks
         if module is None:
             raise StateError(f"`{self.__name__}` is a method of a sharded model that is gone: keep the model")
-        hooks.open(module, self.__name__, sys._getframe())
+        _outside_modes(hooks.open, module, self.__name__, sys._getframe())
         try:
             args, kwargs = hooks.take_inputs(args, kwargs)
             output = getattr(type(module), self.__name__)(module, *args, **kwargs)
@@ -414,7 +412,7 @@ class EntryPoint:
 
     def _leave(self, module: nn.Module, output: Any) -> None:
         """torch calls no hooks of the module's: what comes behind them comes at once."""
-        self.hooks.close(output)
+        _outside_modes(self.hooks.close, output)
         self.hooks.settle(module, (), output)
 
 

@@ -34,6 +34,7 @@ from lamina.core.shard_optim import (
     nodes_behind,
     others_run_backward,
 )
+from lamina.core.slots import outlived
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import Disagreement, StateError
 from lamina.runtime.failed_backward import ENGINES
@@ -59,6 +60,14 @@ def listen(unit: Unit) -> None:
             with torch.inference_mode(False), torch.enable_grad():  # an evaluation may come first
                 node = unit.ears[position] = torch.autograd.graph.get_gradient_edge(param).node
             node.register_prehook(functools.partial(_take, weakref.ref(unit), position))
+
+
+def receive(reference: weakref.ref[Unit], position: int, grad: Tensor) -> None:
+    """A `Shard` of the unit's brings its gradient."""
+    unit = reference()
+    if unit is None:
+        raise outlived("a parameter, in a loss outside forwards,")
+    unit.gradients.arrive(position, grad)
 
 
 @uncompiled

@@ -22,7 +22,7 @@ from lamina.errors import StateError
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from lamina.runtime.hooks import Frame
     from lamina.runtime.unit import Unit
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 this_call = sys._getframe  # of the function that asks
+current_task: Callable[[], int] = torch._C._current_graph_task_id  # -1: none is under way on this thread
 
 
 class Kind(enum.Enum):
@@ -84,14 +85,22 @@ class Phase:
         self.thread = threading.get_ident()
 
     def was_left(self) -> bool:
-        """An error has ended it, and nobody was told: its call, or its graph task, does not run any more."""
-        if self.call is not None:
-            return _has_ended(self.call)
-        return torch._C._current_graph_task_id() == -1 and not others_run_backward()
+        """An error has ended it, and nobody was told: its call, or its graph task, does not run any more.
+
+        torch calls no hook of a forward that Ctrl-C or `sys.exit()` ends. Python clears only frames that do not run any
+        more. What is lost are the local variables of one of torch's calls.
+        """
+        if self.call is None:
+            return current_task() == -1 and not others_run_backward()
+        try:
+            self.call.clear()
+        except RuntimeError:
+            return False
+        return True
 
     def refuse_other_threads(self) -> None:
         """A step belongs to one thread: what is gathered and who comes next is known for one at a time."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_task() != -1:
             return
         if self.thread != threading.get_ident() if self.call is not None else others_run_backward():
             raise StateError(
@@ -101,23 +110,11 @@ class Phase:
 
     def find(self, op: Op, unit: int) -> int | None:
         """Index of the next such step that is not behind the cursor."""
-        steps = self.steps
-        for index in range(self.cursor, len(steps)):
-            if steps[index].unit == unit and steps[index].op is op:
+        for index in range(self.cursor, len(self.steps)):
+            step = self.steps[index]
+            if step.unit == unit and step.op is op:
                 return index
         return None
-
-
-def _has_ended(call: FrameType) -> bool:
-    """Whether a call has returned or raised. torch calls no hook of a forward that Ctrl-C or `sys.exit()` ends.
-
-    Python clears only frames that do not run any more. What is lost are the local variables of one of torch's calls.
-    """
-    try:
-        call.clear()
-    except RuntimeError:
-        return False
-    return True
 
 
 def leaves_out(phase: Phase, units: Iterable[Unit]) -> bool:

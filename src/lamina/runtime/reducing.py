@@ -24,7 +24,7 @@ from lamina.core.control import Control
 from lamina.core.groups import Group
 from lamina.core.lanes import Lanes, Mark
 from lamina.core.layout import UnitLayout
-from lamina.core.slots import EMPTY, WEIGHTS, Slot
+from lamina.core.slots import EMPTY, WEIGHTS, Slot, parameter_views
 from lamina.runtime.direct import DirectRoute, find_route
 from lamina.runtime.reduction_state import Inbox, Partial, Pending, Sending, Staging
 from lamina.runtime.summing import Rows, add_rows
@@ -46,6 +46,7 @@ class Reducer:
     ) -> None:
         self.transport, self.control, self.lanes = transport, control, lanes
         self._pulls = transport if isinstance(transport, Pulls) else None
+        self.pushes = transport if isinstance(transport, Pushes) else None
         self.use_inbox = use_inbox or transport.pushes or self._pulls is not None
         self.wire = wire  # dtype in which gradients travel; None: the dtype they are computed in
         self.pending: Pending | None = None
@@ -75,12 +76,7 @@ class Reducer:
             self._scratch(f"staging {number}", segment.numel, self.wire_dtype(segment.compute), unit.mesh.device)
             for number, segment in enumerate(unit.layout.segments)
         ]
-        views = [
-            target[start : start + spec.numel].view(spec.shape)
-            for segment, target in zip(unit.layout.segments, segments, strict=True)
-            for start, spec in zip(segment.starts, segment.params, strict=True)
-        ]
-        return Staging(segments, views)
+        return Staging(segments, parameter_views(unit.layout, segments))
 
     def wire_dtype(self, compute: torch.dtype) -> torch.dtype:
         """What a gradient of a floating dtype travels in."""
@@ -107,10 +103,10 @@ class Reducer:
     # ---- one reduction -----------------------------------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
-        """The reduce lane goes on from what compute has done so far."""
-        self.finish()
+        """The reduce lane goes on from what compute has done so far. Nothing is under way: `finish` precedes it."""
         unit.gradients.make()
-        self.let_go()
+        if self._held:
+            self.let_go()
         self.lanes.reduce.wait(self.lanes.compute.mark())
 
     def hold(self, gradients: Sequence[Tensor | None]) -> None:
@@ -158,17 +154,16 @@ class Reducer:
                 return
             del self.partials[unit.index]
         unit.reduces += 1
-        self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor)
+        self.pending = Pending(unit, slot, target, ALL_LEVELS, divisor, [], [])
         self._send(self.pending, sources, stable)
 
     def route_of(self, unit: Unit, gradients: Sequence[Tensor | None], last: bool, defer: bool) -> DirectRoute | None:
         """How these gradients are reduced where they are; None: they are to be laid out. See direct.py."""
-        transport = self.transport
-        if not isinstance(transport, Pushes) or self.wire is not None or unit.index in self.partials:
+        if self.pushes is None or self.wire is not None or unit.index in self.partials:
             return None
         layout, route = self._routes.get(unit.index, (None, None))
         if layout is not unit.layout:
-            route = find_route(unit, transport)
+            route = find_route(unit, self.pushes)
             self._routes[unit.index] = unit.layout, route
         if route is None or self._target(unit, last, defer) != ALL_LEVELS or not route.takes(gradients):
             return None
@@ -274,6 +269,8 @@ class Reducer:
             else:
                 self.bytes_moved += sending.size_bytes
                 pending.rows = sending.rows.copy()
+                if target == ALL_LEVELS and not pending.goes_on:
+                    pending.sending = sending
                 for exchange in sending.exchanges:
                     pending.works.append(exchange())
         finally:
@@ -368,6 +365,17 @@ class Reducer:
         return Inbox(self.transport.exchange(group, inbox, as_bytes(source)), rows)
 
     def _complete(self, pending: Pending) -> None:
+        unit, gradients, has_squares = pending.unit, pending.unit.gradients, False
+        sending = None if self.partials or gradients.wants_squares else pending.sending
+        if sending is None or not sending.write_means(gradients.ranges, gradients.valid, pending.divisor):
+            has_squares = self._complete_segments(pending)
+        if pending.target == ALL_LEVELS:
+            self.partials.pop(unit.index, None)
+            gradients.valid, gradients.has_squares = [True] * len(gradients.valid), has_squares
+        self._release(pending.slot)
+
+    def _complete_segments(self, pending: Pending) -> bool:
+        """Whether the squares of all that was written are noted."""
         unit, climbed = pending.unit, pending.climbed
         held = self.partials.get(unit.index) if pending.target == ALL_LEVELS else None
         has_squares = unit.gradients.wants_squares
@@ -377,7 +385,8 @@ class Reducer:
             rows, level = pending.rows[number], climbed
             if pending.target == GRADS_LEVEL or held is not None:
                 rows = self._climb(unit, number, rows, level, GRADS_LEVEL)
-                sums = self._partial_sums(unit, GRADS_LEVEL, self._numels_at_grads(unit), pending.divisor)
+                numels = [each.numel // unit.mesh.factors.grads for each in unit.layout.segments]
+                sums = self._partial_sums(unit, GRADS_LEVEL, numels, pending.divisor)
                 add_rows(sums[number], rows, 1.0, accumulate=True)
                 rows, level = (sums[number],), max(level, GRADS_LEVEL)
             if pending.target == ALL_LEVELS:
@@ -386,14 +395,7 @@ class Reducer:
                     if not unit.mesh.replicas.is_trivial and not pending.replicated:
                         rows = self._over_replicas(unit, number, rows)
                 has_squares = self._deliver(unit, number, rows, pending.divisor) and has_squares
-        if pending.target == ALL_LEVELS:
-            self.partials.pop(unit.index, None)
-            unit.gradients.valid = [True] * len(unit.params)
-            unit.gradients.has_squares = has_squares
-        self._release(pending.slot)
-
-    def _numels_at_grads(self, unit: Unit) -> list[int]:
-        return [segment.numel // unit.mesh.factors.grads for segment in unit.layout.segments]
+        return has_squares
 
     def _climb(self, unit: Unit, number: int, rows: Rows, level: int, target: int) -> Rows:
         for index in range(level, target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lamina.core.layout import UnitLayout
 from lamina.core.slots import Slot
-from lamina.runtime.summing import Rows
+from lamina.runtime.summing import Rows, passes_of
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Exchange
 
@@ -31,7 +32,7 @@ class Inbox:
     rows: Rows
 
 
-@dataclass
+@dataclass(slots=True)
 class Sending:
     """The first exchanges of a unit's reduction, whose sources and inboxes stay."""
 
@@ -39,6 +40,26 @@ class Sending:
     exchanges: list[Exchange]  # by trainable segment
     rows: list[Rows]  # by segment
     size_bytes: int
+    passes: dict[tuple[int, bool], list[Callable[[], object]]] = field(default_factory=dict)
+
+    def write_means(self, ranges: Sequence[Tensor], valid: Sequence[bool], divisor: int) -> bool:
+        """Write (or add) the means of the rows into the gradient ranges, by passes made ready; False: they are not.
+
+        valid: which parameters have a gradient that is to be added to: all or none.
+        """
+        accumulate = valid[0]
+        if valid.count(accumulate) < len(valid):
+            return False
+        passes = self.passes.get((divisor, accumulate))
+        if passes is None:
+            passes = self.passes[divisor, accumulate] = []
+            if not ranges[0].is_cuda:  # there one kernel writes a range
+                for segment, target, rows in zip(self.layout.segments, ranges, self.rows, strict=True):
+                    if segment.trainable:
+                        passes += passes_of(target, rows, 1.0 / divisor, accumulate)
+        for act in passes:
+            act()
+        return bool(passes)
 
 
 @dataclass
@@ -57,7 +78,7 @@ class Partial:
         return self.sums
 
 
-@dataclass
+@dataclass(slots=True)
 class Pending:
     """A reduction that is under way: what was sent, and what is to become of it."""
 
@@ -66,7 +87,8 @@ class Pending:
     target: int  # levels to climb
     climbed: int  # levels behind `rows`, once the works are done
     divisor: int
-    rows: list[Rows] = field(default_factory=list)  # by segment
-    works: list[dist.Work | None] = field(default_factory=list)
+    rows: list[Rows]  # by segment
+    works: list[dist.Work | None]
+    sending: Sending | None = None  # whose rows they are
     replicated: bool = False  # the sum over replicas is what was sent
     goes_on: bool = False  # more is exchanged once `works` are done

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from lamina.core.lanes import Lanes
-from lamina.core.slots import EMPTY, GATHERING, GRADS, WEIGHTS, WEIGHTY, Slot
+from lamina.core.slots import EMPTY, GATHERING, GRADS, WEIGHTS, Slot
 from lamina.errors import StateError
 from lamina.runtime.gathering import Gatherer
 from lamina.runtime.reducing import Reducer
@@ -32,7 +32,12 @@ class Residency:
 
     def here(self) -> frozenset[int]:
         """Units whose home holds weights."""
-        return frozenset([u.index for u in self.units if u.slot is not None and u.slot.state in WEIGHTY])
+        found = []
+        for unit in self.units:  # a comprehension is a call
+            slot = unit.slot
+            if slot is not None and (slot.state is WEIGHTS or slot.state is GATHERING):
+                found.append(unit.index)
+        return frozenset(found)
 
     def conflicts(self, index: int) -> list[int]:
         """Units that share bytes with a unit."""
@@ -47,10 +52,8 @@ class Residency:
         pending = self.reducer.pending
         if pending is not None and (pending.slot is slot or pending.slot in slot.shares):
             self.reducer.vacate()
-        if self._is_blocked(slot):
+        if not self._make_room(slot):
             slot = self._overflow_slot(unit)
-        elif slot.shares:
-            self._evict_sharing(slot)
         self.gatherer.start(unit, slot)
 
     def refuse_old(self, unit: Unit, one_sided: bool) -> None:
@@ -98,25 +101,27 @@ class Residency:
             slot.freed = self.lanes.compute.mark()
             if unit.windows == 0 and (slot.home or not hold_overflow):
                 slot.keepers.lock(unit.visits.alive)
-            if hold_overflow:  # a backward; forwards are looked at where their module's name is known
+            if hold_overflow and slot.counter._version != slot.version:  # in forwards the module's name is known
                 unit.refuse_writes(slot, "during the backward of that unit")
             if not slot.home and not unit.kept and not hold_overflow:
                 slot.to(EMPTY)
                 slot.drop_memory()
 
-    def empty(self, unit: Unit) -> None:
-        """Forget a unit's weights where no use reads them."""
-        if not unit.overflow and (unit.slot is None or unit.slot.state is EMPTY):
-            return
-        for slot in unit.slots:
-            if slot.state is EMPTY:
+    def empty(self, units: Sequence[Unit]) -> None:
+        """Forget weights where no use reads them."""
+        for unit in units:
+            home = unit.slot
+            if not unit.overflow and (home is None or home.state is EMPTY):
                 continue
-            self.gatherer.finish(slot)
-            if slot.state is WEIGHTS and slot.pins == 0:
-                if not slot.home:
-                    slot.keepers.lock(unit.visits.alive)
-                slot.to(EMPTY)
-                slot.drop_memory()
+            for slot in unit.slots:
+                if slot.state is EMPTY:
+                    continue
+                self.gatherer.finish(slot)
+                if slot.state is WEIGHTS and slot.pins == 0:
+                    if not slot.home:
+                        slot.keepers.lock(unit.visits.alive)
+                    slot.to(EMPTY)
+                    slot.drop_memory()
 
     def free_home(self, unit: Unit) -> Slot | None:
         """The unit's own slot, if its weights are dead and its bytes are nobody else's: gradients may lie there."""
@@ -155,18 +160,17 @@ class Residency:
 
     # ---- making room -------------------------------------------------------------------------------------------
 
-    def _is_blocked(self, slot: Slot) -> bool:
+    def _make_room(self, slot: Slot) -> bool:
+        """Empty those that share its bytes; False: one of them is in use, and all stay as they are."""
         if slot.state is GRADS:
-            return True
-        for other in slot.busy:  # noqa: SIM110  # a generator costs more than this loop
-            if (other.pins or other.state is GRADS) and other in slot.shares:
-                return True
-        return False
-
-    def _evict_sharing(self, slot: Slot) -> None:
-        for other in tuple(slot.busy):
-            if other not in slot.shares:
-                continue
+            return False
+        sharing = []
+        for other in slot.busy:
+            if other in slot.shares:
+                if other.pins or other.state is GRADS:
+                    return False
+                sharing.append(other)
+        for other in sharing:
             if other.state is not EMPTY:
                 if other.state is GATHERING:
                     self.gatherer.finish(other)
@@ -175,19 +179,18 @@ class Residency:
                 self.lanes.gather.wait(other.freed)
                 other.freed = None  # whoever writes there next does it on this lane, or waits for it
             del slot.busy[other]
+        return True
 
     def _copy(self, unit: Unit, source: Slot, target: Slot) -> None:
         self.gatherer.finish(source)
         if target.home:
-            if self._is_blocked(target):
+            if not self._make_room(target):
                 self.reducer.vacate()
-            if self._is_blocked(target):
-                raise StateError(
-                    f"`{unit.name}`: its backward needs the memory in which its forward ran, and "
-                    "another unit that shares "
-                    "it is in use. Type slots= with a larger number in lamina.shard()"
-                )
-            self._evict_sharing(target)
+                if not self._make_room(target):
+                    raise StateError(
+                        f"`{unit.name}`: its backward needs the memory in which its forward ran, and another unit that "
+                        "shares it is in use. Type slots= with a larger number in lamina.shard()"
+                    )
             self.lanes.compute.wait(target.freed)
             self.lanes.compute.wait(self.lanes.gather.mark())  # it has waited for all who share the bytes
         target.take_memory()

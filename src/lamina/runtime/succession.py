@@ -33,8 +33,7 @@ def agreeing(control: Control, about: str, what: str) -> Iterator[None]:
 def put_to_rest(runtime: Runtime) -> None:
     """Nothing stays gathered, nothing is under way. On GPUs the host has waited for the device."""
     engine = runtime.engine
-    for unit in engine.units:
-        engine.residency.empty(unit)
+    engine.residency.empty(engine.units)
     for unit in engine.units:
         for master in unit.halved.values():
             master.make_whole()  # what is published now will not be there

@@ -36,7 +36,8 @@ def add_rows(target: Tensor, rows: Rows, factor: float, accumulate: bool, square
     """
     fused = _fused() if target.is_cuda and _fits(target, rows) else None
     if fused is None:
-        _add_in_passes(target, rows, factor, accumulate)
+        for act in passes_of(target, rows, factor, accumulate):
+            act()
         if squares is not None and target.numel():
             squares.fill_(sum_of_squares(target))
         return
@@ -76,16 +77,19 @@ def _fits(target: Tensor, rows: Rows) -> bool:
     return target.dtype is torch.float32 and target.numel() > 0 and rows[0].dtype in FUSED_DTYPES
 
 
-def _add_in_passes(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> None:
+def passes_of(target: Tensor, rows: Rows, factor: float, accumulate: bool) -> list[Callable[[], object]]:
+    """`add_rows` in passes, as often as they are called."""
+    passes: list[Callable[[], object]] = []
     for number, row in enumerate(rows):
         if accumulate or number > 0:
-            target.add_(row, alpha=factor)
+            passes.append(functools.partial(target.add_, row, alpha=factor))
         elif row.dtype is target.dtype:
-            torch.mul(row, _as_tensor(factor, row.dtype), out=target)
-        elif factor == 1.0:
-            target.copy_(row)
+            passes.append(functools.partial(torch.mul, row, _as_tensor(factor, row.dtype), out=target))
         else:
-            target.copy_(row).mul_(factor)
+            passes.append(functools.partial(target.copy_, row))
+            if factor != 1.0:
+                passes.append(functools.partial(target.mul_, factor))
+    return passes
 
 
 @functools.cache

@@ -34,11 +34,11 @@ from lamina.core.parameter_loops import requirements_of
 from lamina.core.shard_optim import COPIED, SHARES
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
 from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
-from lamina.core.slots import WEIGHTY, Slot, outlived
+from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged, StateError
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.halving import Halving
-from lamina.runtime.outside import listen
+from lamina.runtime.outside import listen, receive
 from lamina.runtime.parts import further_axes
 from lamina.runtime.suspects import written_to
 from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_of
@@ -61,6 +61,14 @@ class Visits:
 
 class Unit:
     """Tensors of one unit on this rank."""
+
+    __slots__ = (  # more attributes than Python keeps beside an object: each would be looked up in a dict
+        "index", "plan", "layout", "mesh", "name", "params", "entries", "window", "plain", "sharded", "trainable",
+        "communicates", "dirty", "version", "expected", "_versions", "wanted", "slot", "requires", "_followed",
+        "_shown", "overflow", "windows", "was_entered", "leads", "lanes", "kept", "ears", "visits", "gathers",
+        "reduces", "overflows", "_hung", "_attribute_count", "recurrent", "gradients", "masters", "published",
+        "halved", "halving", "gone", "locals", "_addresses", "__weakref__",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -193,9 +201,9 @@ class Unit:
 
     def _owned(self, position: int, spec: ShardSpec) -> ShardSpec:
         """The spec of a parameter, not of just any tensor that is cut so."""
-        receive = functools.partial(_receive, weakref.ref(self), position)
+        takes = functools.partial(receive, weakref.ref(self), position)
         notes, share = self.gradients.notes_of(position), self.mesh.share
-        return replace(spec, dirty=self.dirty, share=share, receive=receive, notes=notes, geometry=spec.geometry)
+        return replace(spec, dirty=self.dirty, share=share, receive=takes, notes=notes, geometry=spec.geometry)
 
     # ---- a model that was changed around it ---------------------------------------------------------------------
 
@@ -260,15 +268,14 @@ class Unit:
             self.window.open(shown)
         else:
             self.window.show(shown)
-        self.follow(slot, forward)
+        if not self.communicates or self._followed[slot][0] != self.gradients.notes.freezes:
+            self.follow(slot, forward)
         for module in self.recurrent:
             refresh_flat_weights(module())
 
     def refuse_writes(self, slot: Slot, when: str) -> None:
-        """What is written into a full parameter is lost when its slot is given back."""
-        if (found := slot.count_writes()) == slot.version:
-            return
-        slot.version = found
+        """What was written into a full parameter is lost when its slot is given back."""
+        slot.version = slot.count_writes()
         raise StateError(
             f"{written_to(self, slot)} was changed in place {when}, on its gathered copy, so that the change would be "
             "lost: use a buffer, or change the parameter between steps (`with torch.no_grad(): p.clamp_(...)`; "
@@ -334,7 +341,7 @@ class Unit:
         if not self._untouched():
             self.check_masters()  # it may write to them
         requires = requirements_of(self.params)
-        if not self.plain and self.was_written():
+        if not self.plain and self._versions != self._count_writes():
             self.note_writes()
             self.dirty.mark()
         if requires == self.requires:
@@ -439,10 +446,3 @@ class Unit:
 def _parameter_of(unit: weakref.ref[Unit], position: int) -> nn.Parameter | None:
     """Not by a reference to the parameter itself: torch does not move one that has any."""
     return None if (there := unit()) is None else there.params[position]
-
-
-def _receive(unit: weakref.ref[Unit], position: int, grad: Tensor) -> None:
-    owner = unit()
-    if owner is None:
-        raise outlived("a parameter, in a loss outside forwards,")
-    owner.gradients.arrive(position, grad)

@@ -56,6 +56,7 @@ PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, 
 MAXIMAL_DEPTH = 6
 _SEQUENCES = frozenset([tuple, list])
 _hooks_on = attrgetter("_backward_hooks")
+is_grad_enabled = torch.is_grad_enabled  # torch's attributes are looked up anew each time
 
 
 class Use:
@@ -103,7 +104,7 @@ class Use:
         Raises:
             StateError: a graph of this backward is wanted too, or the weights were changed since.
         """
-        if torch.is_grad_enabled() and not unit.plain and not unit.kept:
+        if is_grad_enabled() and not unit.plain and not unit.kept:
             raise StateError(
                 f"backward with create_graph=True through `{unit.name}`: its weights would be needed after they are "
                 "given back. Type `with lamina.keep(model):` around the forward and both backwards"
@@ -116,9 +117,8 @@ class Use:
 
     def finish(self) -> None:
         """No backward of this use can come any more."""
-        if not self.done:
-            self.done = True
-            self.visits.alive -= 1
+        self.done = True
+        self.visits.alive -= 1
 
     def __del__(self) -> None:
         if not self.done:
@@ -178,7 +178,7 @@ def hooks_of(nodes: Iterable[Any], owner: Owner) -> list[NodeHook]:
     """`hook_of` each."""
     hooks = []
     for node in nodes:
-        hooks.append(hook_of(node, owner))  # a comprehension is a call
+        hooks.append(node.metadata.get(owner) or hook_of(node, owner))  # a comprehension is a call
     return hooks
 
 
@@ -305,14 +305,10 @@ def count_hooks(tensors: Sequence[Tensor], owner: Owner) -> int:
     return count
 
 
-def end_others(use: Use, active: Sequence[Use], is_early: bool, finish: Callable[[Use], None]) -> None:
+def end_others(use: Use, active: Sequence[Use], finish: Callable[[Use], None]) -> None:
     """Note [Begin and end] 4, once the node's turn has come."""
-    if use.is_early and not is_early:
-        use.is_early = False
-        if len(active) == 1:
-            return
-        for other in [u for u in active if u.opened > use.closed and not u.waits_for_all]:
-            finish(other)
+    for other in [u for u in active if u.opened > use.closed and not u.waits_for_all]:
+        finish(other)
 
 
 def _node_hook(tensor: Tensor, owner: Owner) -> NodeHook | None:
@@ -366,9 +362,11 @@ def nodes_of_inputs(tensors: Sequence[Tensor]) -> tuple[list[Any], int]:
     """Nodes of inputs that need gradients, and how many must pass before the use has ended (0: unknown)."""
     nodes: list[Any] = []
     for tensor in tensors:
-        _take(tensor.grad_fn, nodes)
+        node = tensor.grad_fn
+        if node is not None and node not in nodes:
+            nodes.append(node)
     several = len(nodes) > 1 and len({tensor.device for tensor in tensors}) > 1
-    return nodes, len(nodes) if several else min(len(nodes), 1)
+    return nodes, len(nodes) if several else 1 if nodes else 0
 
 
 def nodes_of_outputs(tensors: Sequence[Tensor], inputs: Sequence[Any], first_node: int = 0) -> list[Any]:
@@ -381,15 +379,12 @@ def nodes_of_outputs(tensors: Sequence[Tensor], inputs: Sequence[Any], first_nod
     nodes: list[Any] = []
     for tensor in tensors:
         if tensor.requires_grad:
-            _take(tensor.grad_fn, nodes, inputs)
+            node = tensor.grad_fn
+            if node is not None and node not in nodes and node not in inputs:  # torch gives one object for one node
+                nodes.append(node)
             if tensor._is_view() and tensor._base is not None:
                 base: Any = tensor._base.grad_fn
-                if base is not None and base._sequence_nr() >= first_node:
-                    _take(base, nodes, inputs)
+                is_new = base is not None and base._sequence_nr() >= first_node
+                if is_new and base not in nodes and base not in inputs:
+                    nodes.append(base)
     return nodes
-
-
-def _take(node: Any, nodes: list[Any], others: Sequence[Any] = ()) -> None:
-    """Add a node that is neither there nor among the others; torch gives one object for one node."""
-    if node is not None and node not in nodes and node not in others:
-        nodes.append(node)

@@ -38,7 +38,8 @@ class Window:
         """`params`: the persistent ones, in layout order."""
         self.entries = list(entries)
         self._params = list(params)
-        self._shut = self.values(params)  # what is there while it is shut
+        self._shut = [(e.parameters, e.attribute, params[e.position]) for e in self.entries]  # what it is shut to
+        self._places = [(e.parameters, e.attribute) for e in self.entries]
 
     def values(self, values: Sequence[nn.Parameter]) -> Shown:
         """What `show` takes, from values in layout order."""
@@ -65,18 +66,24 @@ class Window:
             parameters[attribute] = value
 
     def shut(self) -> None:
-        for parameters, attribute, persistent, _ in self._shut:
+        for parameters, attribute, persistent in self._shut:
             parameters[attribute] = persistent
 
     def check_shown(self) -> None:
         """The modules still hold what `show` gave them: another parameter would be lost when the window shuts."""
-        for parameters, attribute, _, _ in self._shut:
-            if type(parameters.get(attribute)) is not FullParameter:
-                raise self._refused(parameters, attribute)
+        try:
+            for parameters, attribute in self._places:
+                if type(parameters[attribute]) is not FullParameter:
+                    break
+            else:
+                return
+        except KeyError:
+            pass
+        raise self._refused(parameters, attribute)
 
     def check(self) -> None:
         """The modules still hold the parameters that were sharded."""
-        for parameters, attribute, persistent, _ in self._shut:
+        for parameters, attribute, persistent in self._shut:
             if parameters.get(attribute) is not persistent:
                 raise self._refused(parameters, attribute)
 
