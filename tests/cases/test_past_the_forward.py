@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lamina
@@ -51,6 +53,12 @@ class Autoencoder(Chain):
     @in_evaluation
     def generate(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)))
+
+    def get_head(self) -> nn.Module:
+        return self.last
+
+    def set_head(self, head: nn.Module) -> None:
+        self.last = head
 
     def scale_of(self, x: Tensor) -> Tensor:
         return x.exp()
@@ -118,7 +126,7 @@ def average_of_whole_weights() -> None:
 SAID: dict[Callable[[], None], tuple[list[str], list[str]]] = {
     by_forward: (["`Autoencoder.forward`", "`model(...)` instead"], ["entry_points"]),
     by_forward_of_a_part: (["`Linear.forward`", "`model(...)` instead"], ["entry_points"]),
-    by_two_methods: (["entry_points=('encode',)", "`decode`"], ["scale_of", "reset_parameters"]),
+    by_two_methods: (["entry_points=('encode',)", "`decode`"], ["scale_of", "reset_parameters", "_head"]),
     by_the_last_method: (["entry_points=('decode',)"], ["`encode`", "`generate`", "wrapper"]),
     by_a_decorated_method: (["entry_points=('generate',)"], ["inner"]),
     by_a_method_around: (["`Autoencoder.encode`", "entry_points=('encode',)"], ["training_step"]),
@@ -143,6 +151,21 @@ def as_it_was_said() -> float:
     x = batch_of(0, 0)
     pairs = [(each.decode(each.encode(x)), each.generate(x), each(x)) for each in (model, plain)]
     return max((ours - theirs).abs().max().item() for ours, theirs in zip(*pairs, strict=True))
+
+
+def file_of_another_rank() -> None:
+    """All ranks have saved under one name: what is there is the part of whoever was last."""
+    model, file = autoencoder(), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    files = [b""] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    model.load_state_dict(torch.load(io.BytesIO(files[dist.get_rank() - 1])))
+
+
+def test_a_file_of_another_rank_is_named() -> None:
+    words = ["first.weight", "rank 1 of 2", "lamina.save"]
+    errors = expect_error(2, file_of_another_rank, error="RuntimeError", contains=words, timeout=15)
+    assert not [error for error in errors.values() if "was called" in error.message]
 
 
 def without_the_model() -> None:

@@ -302,9 +302,12 @@ def copies() -> list[str]:
         alias.add_(1.0)
         model(x)
         alias.sub_(1.0)
-        weight.data = weight.data * 2
+        weight.mul_(2)
         if not torch.equal(alias, weight) or are_whole(twin):
             wrong.append("alias")
+        weight.data = weight.data * 2  # other memory, as in torch: an alias keeps its values
+        if not torch.equal(alias * 2, weight):
+            wrong.append("alias of what was there")
         before = [p.detach().clone() for p in model.parameters()]
         model.to_empty(device="cpu")
         for p, value in zip(model.parameters(), before, strict=True):

@@ -7,6 +7,7 @@ A module computes with whole weights inside the forward of the unit that gathers
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from lamina.core.shard_tensor import Shard
 
 _OF_EVERY_MODULE = frozenset([*dir(nn.Module), "forward", "reset_parameters"])
+_CALLS = frozenset(["forward", "_call_impl", "_wrapped_call_impl"])
 _MOST_METHODS = 6
 
 _Call = tuple[nn.Module, str]  # a module and the name of the function whose `self` it is
@@ -25,7 +27,7 @@ _Call = tuple[nn.Module, str]  # a module and the name of the function whose `se
 def cure_of(name: str, frame: FrameType | None) -> str:
     """What to type where a module is being called that has the parameter; "" where none is."""
     calls = list(_calls(frame))
-    owner = next((module for module, _ in calls if _has(module._parameters.values(), name)), None)
+    owner = next((m for m, function in calls if _computes(function) and _has(m._parameters.values(), name)), None)
     if owner is None:
         return ""
     called = f"`{type(owner).__name__}` was called, and not through the forward of the unit that gathers its weights"
@@ -65,6 +67,11 @@ def _calls(frame: FrameType | None) -> Iterable[_Call]:
         frame = frame.f_back
 
 
+def _computes(function: str) -> bool:
+    """Unlike `load_state_dict` and what else modules do with their parameters."""
+    return function in _CALLS or function not in _OF_EVERY_MODULE
+
+
 def _has(params: Iterable[Any], name: str) -> bool:
     return any(type(param) is Shard and param.name == name for param in params)
 
@@ -98,12 +105,17 @@ def _methods_with_layers(model: nn.Module) -> list[str]:
     layers = {*model._modules, *model._parameters}
     found = []
     for name in dir(type(model)):
-        if name.startswith("_") or name in _OF_EVERY_MODULE or name in vars(model):
+        if name.startswith(("_", "set_")) or name in _OF_EVERY_MODULE or name in vars(model):
             continue
         code = _code_of(getattr(type(model), name, None))
-        if code is not None and layers.intersection(code.co_names):
+        if code is not None and _takes_inputs(code) and layers.intersection(code.co_names):
             found.append(name)
     return found
+
+
+def _takes_inputs(code: CodeType) -> bool:
+    """Unlike `get_input_embeddings(self)` and `configure_optimizers(self)`."""
+    return code.co_argcount + code.co_kwonlyargcount > 1 or bool(code.co_flags & inspect.CO_VARARGS)
 
 
 def _code_of(function: Any) -> CodeType | None:

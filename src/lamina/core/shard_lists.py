@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lamina.core.shard_aliases import Reach
 from lamina.core.shard_ops import INTO_PLAIN, local_of, op_name, refuse
-from lamina.core.shard_tensor import Reach, Shard
+from lamina.core.shard_tensor import Shard
 from lamina.errors import ShardOpError
 
 _local, _own_local, _reach = attrgetter("local"), attrgetter("_local"), attrgetter("_reach")

@@ -133,6 +133,12 @@ def _for_gradients(named: Shard | ShardSpec) -> str:
 
 def _mismatch(func: Any, value: Tensor, spec: ShardSpec) -> NoReturn:
     got = value.spec.describe() if type(value) is Shard else f"a plain tensor of shape {tuple(value.shape)}"
+    if type(value) is Shard and value.spec.detached:
+        raise ShardOpError(
+            f"`{op_name(func)}` got the sharded {spec.describe()} beside {got}, which comes out of a file of that "
+            "rank's parts. Save whole models with `lamina.save` or `lamina.export` on every rank; or let each rank "
+            "write, and later read, a file of its own"
+        )
     cure = past_the_forward.cure_of(spec.name, sys._getframe(1)) or (
         f"Sharded operands must have one shape, in a loss be cut alike, and plain ones must broadcast to "
         f"{tuple(spec.shape)}. Work in the forward, or use `.full()` on both (collective{_for_gradients(spec)})."

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from lamina.core import shard_checkpoint
+from lamina.core import shard_aliases, shard_checkpoint
+from lamina.core.shard_aliases import Reach, Shared
 from lamina.core.shard_collectives import gather_flat
 from lamina.core.shard_spec import GlobalSpec, ShardSpec
 from lamina.core.uncompiled import refuse_traced_loss, uncompiled, untraced
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}  # filled as operations are met; `shard_ops.resolve` finds the handler
-OWN_ATTRIBUTES = frozenset({"_local", "spec", "geometry", "_is_param", "_reach", "_mixed"})  # the others are the user's
+OWN_ATTRIBUTES = frozenset(  # the others are the user's
+    {"_local", "spec", "geometry", "_is_param", "_reach", "_mixed", "_aliases"}
+)
 
 # Outside this scope torch looks for `__torch_function__` whenever an attribute of a Shard is read: six times the cost.
 AS_PLAIN = torch._C.DisableTorchFunctionSubclass
@@ -56,21 +59,6 @@ def _refusing(what: str, instead: str = _INSTEAD) -> Any:
     return refuse
 
 
-class Reach:
-    """Whether anybody can have got hold of the memory of some Shards, and may write there unseen at any time."""
-
-    __slots__ = ("is_open",)
-    passes_on = False  # to aliases of the Shard; else these are made of the memory that it opens
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def open(self, local: Tensor) -> Tensor:
-        """What is handed out for the `_local` of a Shard."""
-        self.is_open = True
-        return local
-
-
 class Shard(Tensor):
     """This rank's flat range of a parameter, a gradient or an optimizer state. Final: not to be subclassed.
 
@@ -81,6 +69,7 @@ class Shard(Tensor):
     _local: Tensor  # 1D, spec.local_numel elements, contiguous, needs no gradient
     _reach: Reach | None = None  # opened by whoever asks for `.local`, as every operation does
     _mixed: int = 0  # checksum of what went into it beside Shards, where it is part of a loss
+    _aliases: Shared | None = None  # by which others reach its memory
     spec: ShardSpec
     geometry: tuple[Any, ...]  # spec.geometry, kept here because lists of Shards are compared by it every step
 
@@ -122,11 +111,7 @@ class Shard(Tensor):
 
     def alias(self, spec: ShardSpec) -> Shard:
         """Another Shard of the same memory."""
-        if self._reach is None or not self._reach.passes_on:
-            return Shard(self.local, spec)
-        made = Shard(self._local, spec)
-        made._reach = self._reach
-        return made
+        return shard_aliases.alias_of(self, spec)
 
     @property
     def start(self) -> int:
@@ -167,6 +152,7 @@ class Shard(Tensor):
                 "choose the dtype with `lamina.shard(..., precision=...)`."
             )
         with torch.no_grad():
+            shard_aliases.move_out(self, value)
             self.detach().copy_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Shard:  # type: ignore[override]

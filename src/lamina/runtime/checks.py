@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lamina.core.control import name_ranks
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import Disagreement
 from lamina.runtime.access import runtime_of
 from lamina.runtime.agreement import checksum
+from lamina.runtime.unit import Unit
 
 
 @uncompiled
@@ -24,7 +26,7 @@ def check(model: nn.Module) -> None:
         unit.window.check()
         unit.check_masters()
     units = [unit for unit in runtime.units if not unit.mesh.replicas.is_trivial]
-    sums = [checksum(master) for unit in units for master in unit.read_masters()]
+    sums = [checksum(values) for unit in units for values in _values_of(unit)]
     if runtime.mesh.world == 1 or not sums:
         return
     names = [f"{unit.name}" for unit in units for _ in unit.masters]
@@ -41,6 +43,14 @@ def check(model: nn.Module) -> None:
                     f"than rank {ranks[0]}. "
                     "Something wrote to parameters on some ranks only; load the same checkpoint on all of them"
                 )
+
+
+def _values_of(unit: Unit) -> list[Tensor]:
+    """By segment. Whole parameters may lie elsewhere than in their masters (`p.data = value`)."""
+    if unit.communicates:
+        return unit.read_masters()
+    params = iter(unit.params)
+    return [torch.cat([next(params).detach().reshape(-1) for _ in segment.params]) for segment in unit.layout.segments]
 
 
 def units_are_full(units: list, number: int) -> bool:

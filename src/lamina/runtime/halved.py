@@ -32,7 +32,8 @@ from lamina.core.forked import refuse_shared_in_fork
 from lamina.core.halves import halve, join
 from lamina.core.lanes import Lane, Lanes, Mark, StreamLane
 from lamina.core.layout import Segment
-from lamina.core.shard_tensor import Reach, Shard
+from lamina.core.shard_aliases import Reach
+from lamina.core.shard_tensor import Shard
 
 if TYPE_CHECKING:
     from lamina.runtime.unit import Unit

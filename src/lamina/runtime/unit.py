@@ -387,7 +387,7 @@ class Unit:
         self.gradients.thaw(self.layout)
 
     def check_masters(self) -> None:
-        """Raise if a parameter was cast or moved; take back values that were given other memory."""
+        """Raise if a parameter was cast or moved; take back values that were given other memory, not of plain units."""
         if self._untouched():
             return
         for param, spec in zip(self.params, self.layout.params, strict=True):
@@ -401,7 +401,8 @@ class Unit:
                     f"`{spec.name}` was moved from {self.mesh.device} to {param.device} after lamina.shard(): move the "
                     "model before it"
                 )
-        self.re_home()
+        if not self.plain:  # which computes with them where they are: somebody may keep what lies in their places
+            self.re_home()
 
     def _untouched(self) -> bool:
         """The quick look: the same tensor objects as when the masters were made."""

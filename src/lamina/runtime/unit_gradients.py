@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from lamina.core.layout import UnitLayout
 from lamina.core.parameter_loops import are_same, bind_gradients, gradients_of, has_gradient, held_elsewhere
+from lamina.core.shard_aliases import Reach
 from lamina.core.shard_ops import slice_of
 from lamina.core.shard_spec import Notes, ShardSpec
-from lamina.core.shard_tensor import AS_PLAIN, Reach, Shard
+from lamina.core.shard_tensor import AS_PLAIN, Shard
 from lamina.core.slots import DebugMode
 from lamina.runtime.pending_gradient import PendingGradient, pending_gradient
 from lamina.runtime.summing import make_squares, split_squares
