@@ -19,7 +19,7 @@ def peers_come_late(seed: int, rank: int) -> Iterator[None]:
     """All that `transport="auto"` may find out is drawn; masters stay whole, so that no number depends on it."""
     draw = random.Random(f"late peers {seed} {rank}")
 
-    def has_peers(mesh: Any, layouts: Any, meshes: Any, *rest: Any) -> bool:
+    def has_peers(layouts: Any, meshes: Any, *rest: Any) -> bool:
         factors: list[Factors] = [mesh.factors for mesh in meshes]
         return any(split.shards_parameters for split in factors)
 

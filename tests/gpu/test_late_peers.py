@@ -15,7 +15,7 @@ from torch import Tensor
 import lamina
 from gpu.cards import most_ranks, take_card
 from gpu.test_nccl import Block, build
-from lamina.runtime import publishing
+from lamina.runtime import api, publishing
 from lamina.runtime.access import runtime_of
 
 pytestmark = pytest.mark.gpu
@@ -29,15 +29,11 @@ def data_of(number: int, rank: int) -> Tensor:
 
 def much_is_published() -> Any:
     """More than is granted, but little where masters lie in halves."""
-
-    def limit_of(mesh: Any) -> float:
-        return limits[0]
-
     model = lamina.shard(build().float(), units=[Block], precision="bf16", transport="c10d")
     units = runtime_of(model).units
     layouts, meshes = [unit.layout for unit in units], [unit.mesh for unit in units]
-    limits = [publishing._extra_bytes(layouts, meshes, lamina.Precision(torch.bfloat16)) - 1.0]
-    return patch.object(publishing, "_limit_bytes", limit_of)
+    granted_bytes = publishing._extra_bytes(layouts, meshes, lamina.Precision(torch.bfloat16)) - 1.0
+    return patch.object(api, "grant", lambda control, mesh: granted_bytes)
 
 
 def train(rank: int, world: int, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,7 +45,7 @@ from lamina.runtime.precision import (
     wide_dtype,
     wrap_kept_module,
 )
-from lamina.runtime.publishing import open_peers, reason_of, why_not_peers, would_come_late
+from lamina.runtime.publishing import grant, open_peers, reason_of, why_not_peers, would_come_late
 from lamina.runtime.recompute import apply_recompute, check_recompute
 from lamina.runtime.recorder import check_seed
 from lamina.runtime.refused_modules import refuse_renorming, refuse_scripted
@@ -130,7 +131,8 @@ def shard(
     if start == "check" and data.world > 1:
         check_start_weights(control, [name for name, _ in real], [p for _, p in real])
     seed = control.exchange([torch.initial_seed() % 2**62 if seed is None else seed])[0][0]
-    peers, why_not = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen)
+    granted_bytes = grant(control, data) if transport == "auto" else math.inf
+    peers, why_not = _connect("peer" if chosen.halves else transport, control, data, blueprint, chosen, granted_bytes)
     native = data.world == 1 and all(blueprint.plain)  # nothing to split, nothing to cast: torch's own autograd
     register()
     built, records = build_units(model, blueprint, device, seed, start == "broadcast" and data.world > 1)
@@ -161,7 +163,10 @@ def shard(
         tuple(entry_points),
         parameters_beside(model, built),
         transport_note=why_not,
-        late_note=why_not if why_not and would_come_late(data, blueprint.layouts, blueprint.meshes, chosen) else "",
+        late_note=why_not
+        if why_not and would_come_late(blueprint.layouts, blueprint.meshes, chosen, granted_bytes)
+        else "",
+        granted_bytes=granted_bytes,
     )
     let_hooks_know(RUNTIMES[model])
     wait_for_peers(RUNTIMES[model])
@@ -207,13 +212,18 @@ def _whereabouts(model: nn.Module) -> list[str]:
 
 
 def _connect(
-    transport: str, control: Control, data: DataMesh, blueprint: Blueprint, precision: Precision
+    transport: str,
+    control: Control,
+    data: DataMesh,
+    blueprint: Blueprint,
+    precision: Precision,
+    granted_bytes: float,
 ) -> tuple[Peers | SymmetricPeers | None, str]:
     """Memory that all ranks of a gather can read, and why "auto" has none; None: gathers are collectives."""
     if transport == "c10d" or data.world == 1:
         return None, ""
     layouts, meshes, is_auto = blueprint.layouts, blueprint.meshes, transport == "auto"
-    if is_auto and (why_not := why_not_peers(data, layouts, meshes, precision, blueprint.packing.slots)):
+    if is_auto and (why_not := why_not_peers(layouts, meshes, precision, blueprint.packing.slots, granted_bytes)):
         return None, why_not
     try:
         return open_peers(control, data, layouts, meshes, precision.wire, is_auto), ""

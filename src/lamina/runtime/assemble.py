@@ -7,6 +7,7 @@ unit's full values in memory at a time.
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ class Runtime:
     entry_points: tuple[str, ...]
     ignored: tuple[nn.Parameter, ...] = ()  # parameters that `shard()` was told to leave alone
     transport_note: str = ""  # why transport="auto" is not "peer"
+    granted_bytes: float = math.inf  # of a GPU, that transport="auto" may spend on peers
     late_note: str = ""  # why it was not when the model was sharded, and may yet be: see late_peers.py
     adopted: tuple[Unit, ...] = ()  # units that `adopt()` has made: their slots lie in an arena of their own
     adopted_arena: Tensor | None = None  # uint8

@@ -94,7 +94,7 @@ class LatePeers:
         units, mesh, precision = runtime.units, runtime.mesh, runtime.precision
         layouts, meshes = [unit.layout for unit in units], [unit.mesh for unit in units]
         try:
-            if not would_come_late(mesh, layouts, meshes, precision):
+            if not would_come_late(layouts, meshes, precision, runtime.granted_bytes):
                 raise TransportError("lamina.adopt() has added to what peers would take")
             with torch.inference_mode(False), torch.no_grad():
                 peers = open_peers(runtime.control, mesh, layouts, meshes, precision.wire, is_auto=True)

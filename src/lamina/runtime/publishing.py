@@ -20,6 +20,7 @@ Note [Published]
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,40 +52,47 @@ def published_places(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) 
     return peer_memory.published_places(layouts, [mesh.factors for mesh in meshes])
 
 
+def grant(control: Control, mesh: DataMesh) -> float:
+    """Bytes of a GPU that `transport="auto"` may spend on peers, by the smallest of all ranks; CPUs have another rule.
+
+    Collective.
+    """
+    if mesh.device.type != "cuda":
+        return math.inf
+    rows = control.exchange([torch.cuda.get_device_properties(mesh.device).total_memory])
+    return AUTO_SHARE * min(row[0] for row in rows)
+
+
 def why_not_peers(
-    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision, slots: int
+    layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision, slots: int, granted_bytes: float
 ) -> str:
     """What `transport="auto"` goes by, peers being faster at the price of the published weights; "": they are tried."""
-    if mesh.device.type != "cuda":
+    if granted_bytes == math.inf:
         return "slots=1 asks for the least memory" if slots == 1 else ""
-    extra_bytes, limit_bytes = _extra_bytes(layouts, meshes, precision), _limit_bytes(mesh)
-    if extra_bytes <= limit_bytes:
+    extra_bytes = _extra_bytes(layouts, meshes, precision)
+    if extra_bytes <= granted_bytes:
         return ""
     why = f"peers would take {extra_bytes / 2**30:.2f} GiB, more than {AUTO_SHARE:.0%} of the GPU"
     left_bytes = extra_bytes - _halvable_bytes(layouts, meshes)
     if precision.halves is not False and left_bytes < extra_bytes:
         why += f"; {left_bytes / 2**30:.2f} where lamina.optim.AdamW(max_norm=...) steps: "
-        is_little = would_come_late(mesh, layouts, meshes, precision)
+        is_little = would_come_late(layouts, meshes, precision, granted_bytes)
         why += "they come with its first forward" if is_little else "type transport='peer' then"
     return why
 
 
 def would_come_late(
-    mesh: DataMesh, layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision
+    layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision, granted_bytes: float
 ) -> bool:
     """Whether peers take little, but only where masters lie in halves: see late_peers.py."""
-    if precision.halves is not None or mesh.device.type != "cuda":
+    if precision.halves is not None:
         return False
     extra_bytes = _extra_bytes(layouts, meshes, precision)
-    return extra_bytes - _halvable_bytes(layouts, meshes) <= _limit_bytes(mesh) < extra_bytes
+    return extra_bytes - _halvable_bytes(layouts, meshes) <= granted_bytes < extra_bytes
 
 
 def _extra_bytes(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh], precision: Precision) -> int:
     return published_places(layouts, meshes)[1] + sum(inbox_bytes(layouts, precision.wire))
-
-
-def _limit_bytes(mesh: DataMesh) -> float:
-    return AUTO_SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
 
 
 def _halvable_bytes(layouts: Sequence[UnitLayout], meshes: Sequence[DataMesh]) -> int:
