@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from lamina.errors import UnitError
 from lamina.runtime.units import name_of, plan_units
 from runtime.unit_models import LAYERS, Block, Mlp, Model, planned, titles
 
@@ -370,3 +371,26 @@ def test_blocks_around_others_and_your_own_list_are_left_as_they_are() -> None:
 )
 def test_names_of_units(modules: list[str], name: str) -> None:
     assert name_of(modules) == name
+
+
+class Hidden(nn.Module):
+    """Its layers are in a plain container, where torch does not find them."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.inside = nn.Identity()
+        self.inside.layers = layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [([nn.Linear(2, 2)], "plain list.*nn.ModuleList"), ({"a": nn.Linear(2, 2)}, "plain dict.*nn.ModuleDict")],
+)
+def test_layers_that_torch_does_not_see_are_named(layers: Any, words: str) -> None:
+    with pytest.raises(UnitError, match=f"`inside.layers` is a {words}"):
+        plan_units(Hidden(layers))
+
+
+def test_a_model_without_any_is_just_that() -> None:
+    with pytest.raises(UnitError, match="nothing to shard$"):
+        plan_units(Hidden([1, 2]))

@@ -24,7 +24,8 @@ ORDER, DIED, ENDED, STOPPED, OWN_CALL = "LAM-H1", "LAM-H2", "LAM-H3", "LAM-H4", 
 ALL_SAME_S = 30.0  # all ranks blocked in one group without proof: after this long the places of their steps must agree
 CURE = (
     "Forward, backward and step must follow in the same order on every rank; evaluating, saving or skipping a step on "
-    "some ranks only is the usual cause"
+    "some ranks only is the usual cause, or loops of unequal length (episodes, generation): let these run on a plain "
+    "copy"
 )
 LEAVES = "leaves its program for"  # what a rank does that needs more than ranks have agreed on
 _CURE_OF_LEAVING = (

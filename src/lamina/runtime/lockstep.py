@@ -74,7 +74,7 @@ class Lockstep:
         trained = zlib.crc32(bytes(self._trained(phase)))
         rows = self.control.exchange([phase.number, key_hash(phase.key), op, unit, int(need), trained, *masks], "step")
         if len({tuple(row[:2]) for row in rows}) > 1:
-            self._disagree(phase)
+            self._disagree(phase, [row[0] for row in rows])
         if len({row[FIRST_MASK - 1] for row in rows}) > 1:
             self._refuse_frozen_on_some(phase)
         return rows
@@ -101,10 +101,16 @@ class Lockstep:
         sign = -1 if phase.is_backward else 1
         return min(reduces or wanted, key=lambda s: (sign * s.unit, OPS.index(s.op)), default=None)
 
-    def _disagree(self, phase: Phase) -> None:
+    def _disagree(self, phase: Phase, numbers: Sequence[int]) -> None:
         began = self.control.history().get(phase.number, "")
         words = self.control.exchange_text(self.control.words() + (f" in {began}" if began else ""))
         said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words))
+        most, least = max(numbers), min(numbers)
+        if most > least:
+            said += (
+                f". {name_ranks([numbers.index(most)]).capitalize()} has begun {most} forwards and backwards so far, "
+                f"{name_ranks([numbers.index(least)])} {least}"
+            )
         raise Disagreement(f"ranks disagree: {said}. {cure_of(said)}")
 
 

@@ -84,7 +84,7 @@ def plan_units(
     """
     graph = ModuleGraph.of(model)
     if not graph.parameters:
-        raise UnitError(f"{type(model).__name__} has no parameters; there is nothing to shard")
+        raise UnitError(f"{type(model).__name__} has no parameters; there is nothing to shard{_unseen_in(model)}")
     ignored = _select_parameters(graph, ignore, "ignore")
     replicated = _select_parameters(graph, replicate, "replicate") - ignored
     for name in graph.parameters:
@@ -161,6 +161,21 @@ def name_of(modules: Sequence[str]) -> str:
 def aliases_of(graph: ModuleGraph, parameters: Iterable[str]) -> tuple[tuple[str, str], ...]:
     mine = set(parameters)
     return tuple((slot, owner) for slot, owner in graph.slots.items() if owner in mine)
+
+
+def _unseen_in(model: nn.Module) -> str:
+    """Modules in a plain list or dict, which torch does not look into."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if not name.startswith("_") and any(isinstance(each, nn.Module) for each in inside):
+                kind = "ModuleDict" if isinstance(value, dict) else "ModuleList"
+                where = f"{path}.{name}" if path else name
+                return (
+                    f". Its `{where}` is a plain {type(value).__name__}, into which torch does not look: make it an "
+                    f"nn.{kind}, or shard each module in it"
+                )
+    return ""
 
 
 def _select_parameters(graph: ModuleGraph, words: Sequence[str], argument: str) -> set[str]:
