@@ -24,7 +24,7 @@ def built() -> nn.Sequential:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
-    return model(x).sin().mean()
+    return model(x.to(next(model.parameters()).dtype)).sin().mean()
 
 
 def by_data(model: nn.Module) -> dict[str, Tensor]:
@@ -145,3 +145,37 @@ def compared(strategy: str) -> float:
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
 def test_who_shares_memory_is_as_in_torch(strategy: str) -> None:
     assert max(run_ranks(2, compared, strategy)) <= TOLERANCE
+
+
+def with_copies(way: int) -> list[float]:
+    """The outputs of a model in 16 bit, of the average and of what is trained; masters are whole, copies compute."""
+    model = lamina.shard(built().float(), "ddp", precision="bf16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    mean = Averaged(model, ASIDE[way])
+    wrong, x = [], torch.ones(2, WIDTH)
+    for step in range(STEPS):
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean.update()
+        trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for expected in (mean.shadow, trained):
+            plain = built().to(torch.bfloat16)
+            plain.load_state_dict({name: value.detach().clone() for name, value in expected.items()})
+            if expected is mean.shadow:
+                mean.apply_shadow()
+            else:
+                mean.restore()
+            with torch.no_grad():
+                wrong.append((model(x).float() - plain(x.to(torch.bfloat16)).float()).abs().max().item())
+        wrong += [(p - trained[name]).abs().max().item() for name, p in model.named_parameters()]
+    return wrong
+
+
+def with_copies_in_all_ways() -> float:
+    return max(max(with_copies(way)) for way in range(len(ASIDE)))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_computes_with_copies_reads_what_was_set(world: int) -> None:
+    assert max(run_ranks(world, with_copies_in_all_ways)) == 0.0

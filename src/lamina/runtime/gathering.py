@@ -58,6 +58,13 @@ class Route:
     copy: Callable[[], object] | None = None  # the casts, made ready when they are first run
 
 
+def cast_from_elsewhere(unit: Unit, slot: Slot) -> None:
+    """Whole parameters that no longer lie in their masters: `p.data = value` has given them other memory."""
+    for param, address, view in zip(unit.params, unit.addresses, slot.views, strict=True):
+        if param.data_ptr() != address:
+            view.copy_(param.detach())
+
+
 class Gatherer:
     """Issues gathers and waits for them."""
 
@@ -110,7 +117,10 @@ class Gatherer:
         if unit.published and unit.dirty.value:
             self._run(self._publishing_route(unit))
         unit.dirty.value = False
-        return self._run(self._routes.get(slot) or self._route_of(unit, slot))
+        works = self._run(self._routes.get(slot) or self._route_of(unit, slot))
+        if not unit.communicates:
+            cast_from_elsewhere(unit, slot)
+        return works
 
     def _route_of(self, unit: Unit, slot: Slot) -> Route:
         with torch.inference_mode(False), torch.no_grad():  # the first forward may be an evaluation

@@ -67,7 +67,7 @@ class Unit:
         "communicates", "dirty", "version", "expected", "_versions", "wanted", "slot", "requires", "_followed",
         "_shown", "overflow", "windows", "was_entered", "leads", "lanes", "kept", "ears", "visits", "gathers",
         "reduces", "overflows", "_hung", "_attribute_count", "recurrent", "gradients", "masters", "published",
-        "halved", "halving", "gone", "locals", "_addresses", "__weakref__",
+        "halved", "halving", "gone", "locals", "addresses", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -118,7 +118,7 @@ class Unit:
         self.halving = Halving()  # whether there are any
         self.gone: frozenset[int] = frozenset()  # positions of parameters that have left the model
         self.locals: list[Tensor] = []  # what each parameter's memory was made, to see whether it still is
-        self._addresses: list[int] = []  # the same of parameters that are plain
+        self.addresses: list[int] = []  # the same of parameters that are plain
 
     @property
     def slots(self) -> list[Slot]:
@@ -368,7 +368,7 @@ class Unit:
         count = 0
         for written in self.masters if self.communicates else self.params:
             count += written._version
-        return count
+        return count if self.communicates else count + hash(tuple(map(_address_of, self.params)))
 
     def _thaw(self, positions: Sequence[int]) -> None:
         """Give parameters that were frozen a place for their gradients; the bytes of the unit stay as they are."""
@@ -387,7 +387,7 @@ class Unit:
         self.gradients.thaw(self.layout)
 
     def check_masters(self) -> None:
-        """Raise if a parameter was cast or moved; take back values that were given other memory, not of plain units."""
+        """Raise if a parameter was cast or moved; take back values of Shards that were given other memory."""
         if self._untouched():
             return
         for param, spec in zip(self.params, self.layout.params, strict=True):
@@ -401,7 +401,7 @@ class Unit:
                     f"`{spec.name}` was moved from {self.mesh.device} to {param.device} after lamina.shard(): move the "
                     "model before it"
                 )
-        if not self.plain:  # which computes with them where they are: somebody may keep what lies in their places
+        if self.communicates:  # else somebody may keep what lies in their places: they are read where they are
             self.re_home()
 
     def _untouched(self) -> bool:
@@ -412,7 +412,7 @@ class Unit:
 
     def _in_place(self) -> bool:
         """Of parameters that are plain: each still lies in its master."""
-        return list(map(_address_of, self.params)) == self._addresses
+        return list(map(_address_of, self.params)) == self.addresses
 
     def re_home(self) -> None:
         """Copy values that were given other memory (`.data =`, no-op casts) back into the masters."""
@@ -441,7 +441,7 @@ class Unit:
 
     def _note_addresses(self) -> None:
         if not self.communicates:
-            self._addresses = list(map(_address_of, self.params))
+            self.addresses = list(map(_address_of, self.params))
 
 
 def _parameter_of(unit: weakref.ref[Unit], position: int) -> nn.Parameter | None:
