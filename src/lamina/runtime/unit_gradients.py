@@ -140,8 +140,7 @@ class UnitGradients:
 
     def note_existing(self) -> None:
         """Before the first reduction of a backward: which gradients are there to be added to."""
-        if not self.ranges or self._are_away:
-            self.make()
+        self.make()
         self.replace_moved_views()
         self.earlier, self.has_squares = {}, False
         held, params = held_elsewhere(self.views, self._locals), self.params
