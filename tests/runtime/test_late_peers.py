@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lamina
 from harness import run_ranks
@@ -120,6 +121,29 @@ def while_weights_are_kept(model: nn.Module) -> AdamW:
     return optimizer
 
 
+def kept_in_each_step(model: nn.Module) -> AdamW:
+    """They come before it."""
+    optimizer = clipping(model)
+    for number in range(late_peers.FORWARDS + 1):
+        with lamina.keep(model.blocks[0]):
+            for part in range(2):
+                backward(model, 2 * number + part)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def checkpointed_whole(model: nn.Module) -> AdamW:
+    """Each forward is one without gradients, and its second run is inside the backward."""
+    optimizer = clipping(model)
+    for number in range(3):
+        inputs = batch(number, dist.get_rank(), torch.float32).requires_grad_()
+        checkpoint(model, inputs, use_reentrant=True).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
 def while_traced(model: nn.Module) -> AdamW:
     optimizer = clipping(model)
     before = transport_of(model)
@@ -166,6 +190,8 @@ BEGINNINGS: list[tuple[Callable[[nn.Module], AdamW], dict[str, Any]]] = [
     (between_micro_batches, {}),
     (between_a_forward_and_its_backward, {}),
     (while_weights_are_kept, {}),
+    (kept_in_each_step, {}),
+    (checkpointed_whole, {}),
     (while_traced, {}),
     (behind_an_error, {}),
     (behind_an_adoption, {}),
@@ -221,6 +247,49 @@ def come_on_gpus() -> list[str]:
 
 def test_they_come_as_on_gpus() -> None:
     assert run_ranks(2, come_on_gpus) == [[], []]
+
+
+# ---- what reads weights between steps -------------------------------------------------------------------------------
+# The first step's publishing is seen by whatever forward comes next, which may be none with gradients.
+
+
+def evaluate(model: nn.Module, number: int) -> None:
+    with torch.no_grad():
+        model(batch(number, dist.get_rank(), torch.float32))
+
+
+def infer(model: nn.Module, number: int) -> None:
+    with torch.inference_mode():
+        model(batch(number, dist.get_rank(), torch.float32))
+
+
+def generate(model: nn.Module, number: int) -> None:
+    with lamina.keep(model), torch.no_grad():
+        model(batch(number, dist.get_rank(), torch.float32))
+
+
+def read_between() -> list[str]:
+    wrong = []
+    for read in (evaluate, infer, generate):
+        ends = []
+        with much_is_published():
+            for transport in ("auto", "peer"):
+                model = make(transport=transport)
+                optimizer = clipping(model)
+                for number in range(4):
+                    step(model, optimizer, number)
+                    read(model, number)
+                ends.append(bits_of(model))
+                is_open = runtime_of(model).engine.gatherer.late_peers is not None
+                if transport_of(model) != "peer" or not all(halved_units(model)) or is_open:
+                    wrong.append(f"{read.__name__}: {transport_of(model)}, open {is_open}, {halved_units(model)}")
+        if not all(map(torch.equal, *ends)):
+            wrong.append(f"{read.__name__}: other numbers")
+    return wrong
+
+
+def test_they_stay_though_each_step_is_evaluated() -> None:
+    assert run_ranks(2, read_between) == [[], []]
 
 
 # ---- they do not ---------------------------------------------------------------------------------------------------

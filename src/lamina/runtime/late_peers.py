@@ -5,9 +5,9 @@ beside them. Which it will be is known when there is an optimizer, that is in th
 the model is sharded. Till then gathers are collectives.
 
 Note [Late peers]
-    1. Before each root forward all ranks say how they stand. When each is about to train, between steps, under
-       optimizers of lamina's that clip and hold all that may lie in halves, memory is opened for peers, and another
-       engine takes over (succession.py).
+    1. Before each root forward, and each `keep` outside one, all ranks say how they stand. When each is about to train,
+       between steps, under optimizers of lamina's that clip and hold all that may lie in halves, memory is opened for
+       peers, and another engine takes over (succession.py).
     2. After `FORWARDS` forwards in which any rank trains without that, or as soon as one refuses, gathers stay
        collectives for good. So they do where peers cannot be had, or are slower.
     3. Where peers have come, and anything but the optimizer has touched masters in the first step, an engine without
@@ -27,6 +27,7 @@ from lamina.runtime.assemble import Runtime
 from lamina.runtime.halving import all_are_held, forget_halves
 from lamina.runtime.publishing import open_peers, reason_of, would_come_late
 from lamina.runtime.succession import agreeing, put_to_rest, succeed
+from lamina.runtime.unit import Unit
 from lamina.transport.peer import Peers
 from lamina.transport.symmetric import SymmetricPeers
 
@@ -52,10 +53,11 @@ class LatePeers:
         self._runtime = weakref.ref(runtime)
         self._forwards_left = FORWARDS
         self._have_come = False
+        self._versions: dict[Unit, int] = {}  # of the weights that peers have read first
         self.refusal = ""  # why they are not to come, or to go again
 
     def look(self) -> None:
-        """Before a root forward, on every rank alike. Collective."""
+        """Before a root forward or a `keep`, on every rank alike. Collective."""
         runtime = self._runtime()
         assert runtime is not None
         runtime.engine.close_failed()
@@ -88,7 +90,11 @@ class LatePeers:
             return Standing.AGREES if all_are_held(runtime.units) else Standing.WAITS
         if self.refusal or _were_touched(runtime):
             return Standing.REFUSES
-        return Standing.AGREES if any(unit.dirty.value for unit in runtime.units) else Standing.WAITS
+        return Standing.AGREES if self._was_stepped() else Standing.WAITS
+
+    def _was_stepped(self) -> bool:
+        """Whether weights have changed since peers have come, be it that an evaluation has read them since."""
+        return any(unit.version + unit.dirty.value > first for unit, first in self._versions.items())
 
     def _open(self, runtime: Runtime) -> None:
         units, mesh, precision = runtime.units, runtime.mesh, runtime.precision
@@ -105,6 +111,7 @@ class LatePeers:
             torch.cuda.synchronize(mesh.device)  # lanes are given up
         _take_over(runtime, peers)
         runtime.transport_note, self._have_come = "", True
+        self._versions = {unit: unit.version + 1 for unit in runtime.units if unit.sharded}  # in this forward
 
     def _end_trial(self, runtime: Runtime, is_refused: bool) -> None:
         if is_refused:

@@ -61,6 +61,9 @@ def keep(target: nn.Module | Tensor | Sequence[nn.Module | Tensor]) -> Iterator[
         raise UsageError(f"keep() takes modules or parameters, not {type(target).__name__}")
     held = _units_of([target] if isinstance(target, (nn.Module, Tensor)) else list(target))
     for runtime, units in held:
+        late_peers, engine = runtime.engine.gatherer.late_peers, runtime.engine
+        if late_peers is not None and (engine.phase is None or engine.is_stale()):
+            late_peers.look()  # inside, no engine takes over
         runtime.engine.keep(units)
     try:
         yield
