@@ -29,7 +29,7 @@ def peers_come_late(seed: int, rank: int) -> Iterator[None]:
     with (
         patch.object(late_peers, "FORWARDS", FORWARDS),
         patch.object(late_peers, "all_are_held", lambda units: draw.random() < 0.8),
-        patch.object(late_peers, "_were_touched", lambda runtime: draw.random() < 0.3),
+        patch.object(late_peers, "_were_touched", lambda runtime: draw.random() < 0.5),
         patch.object(late_peers, "would_come_late", has_peers),
         patch.object(api, "would_come_late", has_peers),
         patch.object(api, "why_not_peers", why_not),

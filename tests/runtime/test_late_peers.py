@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,6 +250,73 @@ def test_they_come_as_on_gpus() -> None:
     assert run_ranks(2, come_on_gpus) == [[], []]
 
 
+# ---- what is done once, behind the first step ----------------------------------------------------------------------
+
+
+def log(model: nn.Module, optimizer: AdamW) -> None:
+    if dist.get_rank():
+        model.blocks[0].up.weight.local.sum()
+
+
+def save_and_load(model: nn.Module, optimizer: AdamW) -> None:
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    lamina.save(f"{folders[0]}/checkpoint", model, optimizer)
+    lamina.load(f"{folders[0]}/checkpoint", model, optimizer)
+    dist.barrier()
+    if not dist.get_rank():
+        shutil.rmtree(folders[0])
+
+
+def look_at_whole_weights(model: nn.Module, optimizer: AdamW) -> None:
+    with lamina.gathered(model):
+        model.state_dict()
+
+
+def copy_it(model: nn.Module, optimizer: AdamW) -> None:
+    copy.deepcopy(model)
+
+
+def freeze_and_log(model: nn.Module, optimizer: AdamW) -> None:
+    """What the optimizer does not write any more is no step's later."""
+    model.blocks[0].requires_grad_(False)
+    model.blocks[0].up.weight.norm()
+
+
+def take_in_more(model: nn.Module, optimizer: AdamW) -> None:
+    torch.manual_seed(3)
+    model.blocks[1].more = nn.Linear(13, 13)
+    optimizer.add_param_group({"params": lamina.adopt(model, model.blocks[1].more)})
+
+
+ONCE = (log, save_and_load, look_at_whole_weights, copy_it, freeze_and_log, take_in_more)
+
+
+def do_once() -> list[str]:
+    wrong = []
+    for act in ONCE:
+        ends = []
+        with much_is_published():
+            for transport in ("auto", "peer"):
+                model = make(transport=transport)
+                optimizer = clipping(model)
+                step(model, optimizer, 0)
+                act(model, optimizer)
+                for number in range(1, 5):
+                    step(model, optimizer, number)
+                ends.append(bits_of(model))
+                is_open = runtime_of(model).engine.gatherer.late_peers is not None
+                if transport_of(model) != "peer" or is_open or not any(halved_units(model)):
+                    wrong.append(f"{act.__name__}: {transport_of(model)}, open {is_open}, {halved_units(model)}")
+        if not all(map(torch.equal, *ends)):
+            wrong.append(f"{act.__name__}: other numbers")
+    return wrong
+
+
+def test_they_stay_though_masters_are_touched_once() -> None:
+    assert run_ranks(2, do_once) == [[], []]
+
+
 # ---- what reads weights between steps -------------------------------------------------------------------------------
 # The first step's publishing is seen by whatever forward comes next, which may be none with gradients.
 
@@ -333,22 +401,34 @@ def recorded_behind_a_step(model: nn.Module) -> AdamW:
 
 
 def averaged(model: nn.Module) -> AdamW:
-    """Behind an evaluation, which finds nothing yet."""
+    """Behind evaluations, which find nothing yet."""
     optimizer = clipping(model)
-    step(model, optimizer, 0)
-    with torch.no_grad():
-        model(batch(1, dist.get_rank(), torch.float32))
-        model.average = [param.clone() for param in model.parameters()]
+    for number in range(late_peers.TOUCHED_STEPS):
+        step(model, optimizer, number)
+        with torch.no_grad():
+            model(batch(number, dist.get_rank(), torch.float32))
+            model.average = [param.clone() for param in model.parameters()]
     return optimizer
 
 
 def logged_on_one_rank(model: nn.Module) -> AdamW:
+    """Not the same one in each step."""
     optimizer = clipping(model)
-    backward(model, 0)
-    if dist.get_rank():
-        model.blocks[0].up.weight.local.sum()
-    optimizer.step()
-    optimizer.zero_grad()
+    for number in range(late_peers.TOUCHED_STEPS):
+        backward(model, number)
+        if dist.get_rank() == number % 2:
+            model.blocks[0].up.weight.local.sum()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def with_a_kept_view(model: nn.Module) -> AdamW:
+    """Masters stay whole as long as it is held."""
+    optimizer = clipping(model)
+    step(model, optimizer, 0)
+    model.held = [model.blocks[0].up.weight.local]
+    step(model, optimizer, 1)
     return optimizer
 
 
@@ -374,6 +454,7 @@ REFUSALS: list[tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = [
     (recorded_behind_a_step, "lamina.capture records steps"),
     (averaged, "something else than the optimizer touches"),
     (logged_on_one_rank, "something else than the optimizer touches"),
+    (with_a_kept_view, "something else than the optimizer touches"),
     (without_memory, "needs 9 GiB on rank 1, where 8 are free"),
 ]
 

@@ -10,8 +10,9 @@ Note [Late peers]
        peers, and another engine takes over (succession.py).
     2. After `FORWARDS` forwards in which any rank trains without that, or as soon as one refuses, gathers stay
        collectives for good. So they do where peers cannot be had, or are slower.
-    3. Where peers have come, and anything but the optimizer has touched masters in the first step, an engine without
-       peers takes over again: averages of the weights, say, would have them published beside whole masters.
+    3. Where peers have come, and anything but the optimizer has touched masters in each of the first `TOUCHED_STEPS`
+       steps, an engine without peers takes over again: averages of the weights, say, would have them published beside
+       whole masters. One step alone may have a checkpoint behind it, or what is logged now and then.
     4. All decide by the same rows: no rank takes another way than the others.
 """
 
@@ -24,6 +25,7 @@ import torch
 
 from lamina.errors import TransportError
 from lamina.runtime.assemble import Runtime
+from lamina.runtime.halved import HalvedMaster
 from lamina.runtime.halving import all_are_held, forget_halves
 from lamina.runtime.publishing import open_peers, reason_of, would_come_late
 from lamina.runtime.succession import agreeing, put_to_rest, succeed
@@ -32,6 +34,7 @@ from lamina.transport.peer import Peers
 from lamina.transport.symmetric import SymmetricPeers
 
 FORWARDS = 3
+TOUCHED_STEPS = 2
 NOBODY_HOLDS = "no lamina.optim.AdamW(max_norm=...) held all parameters in the first forwards with gradients"
 TOUCHED = "something else than the optimizer touches parameters in a step, such as an average of them or a norm"
 CURE = "type transport='peer' to have peers all the same"
@@ -44,6 +47,7 @@ class Standing(IntEnum):
     WAITS = 1  # trains, and there is no optimizer yet, or this is no moment
     AGREES = 2
     REFUSES = 3
+    TOUCHED = 4  # would agree, but for what something else than the optimizer has done in the step
 
 
 class LatePeers:
@@ -53,7 +57,8 @@ class LatePeers:
         self._runtime = weakref.ref(runtime)
         self._forwards_left = FORWARDS
         self._have_come = False
-        self._versions: dict[Unit, int] = {}  # of the weights that peers have read first
+        self._versions: dict[Unit, int] = {}  # of the weights that peers have read, when a step began
+        self._touched_steps = 0
         self.refusal = ""  # why they are not to come, or to go again
 
     def look(self) -> None:
@@ -68,8 +73,8 @@ class LatePeers:
             rows = runtime.control.exchange([mine])
             found = {Standing(row[0]) for row in rows}
             if self._have_come:
-                if found <= {Standing.AGREES, Standing.REFUSES}:
-                    self._end_trial(runtime, Standing.REFUSES in found)
+                if found <= {Standing.AGREES, Standing.REFUSES, Standing.TOUCHED}:
+                    self._judge_step(runtime, found)
             elif Standing.REFUSES in found:
                 self._settle(runtime, self.refusal or "another rank refuses peers")
             elif found == {Standing.AGREES}:
@@ -88,12 +93,14 @@ class LatePeers:
             return Standing.WAITS
         if not self._have_come:
             return Standing.AGREES if all_are_held(runtime.units) else Standing.WAITS
-        if self.refusal or _were_touched(runtime):
+        if self.refusal:
             return Standing.REFUSES
-        return Standing.AGREES if self._was_stepped() else Standing.WAITS
+        if not self._was_stepped():
+            return Standing.WAITS
+        return Standing.TOUCHED if _were_touched(runtime) else Standing.AGREES
 
     def _was_stepped(self) -> bool:
-        """Whether weights have changed since peers have come, be it that an evaluation has read them since."""
+        """Whether weights have changed since, be it that an evaluation has read them already."""
         return any(unit.version + unit.dirty.value > first for unit, first in self._versions.items())
 
     def _open(self, runtime: Runtime) -> None:
@@ -111,12 +118,23 @@ class LatePeers:
             torch.cuda.synchronize(mesh.device)  # lanes are given up
         _take_over(runtime, peers)
         runtime.transport_note, self._have_come = "", True
-        self._versions = {unit: unit.version + 1 for unit in runtime.units if unit.sharded}  # in this forward
+        self._await_step(runtime)
 
-    def _end_trial(self, runtime: Runtime, is_refused: bool) -> None:
-        if is_refused:
+    def _await_step(self, runtime: Runtime) -> None:
+        """The forward that begins will count what is dirty."""
+        self._versions = {unit: unit.version + unit.dirty.value for unit in runtime.units if unit.sharded}
+
+    def _judge_step(self, runtime: Runtime, found: set[Standing]) -> None:
+        self._touched_steps += Standing.TOUCHED in found
+        if Standing.REFUSES in found or self._touched_steps == TOUCHED_STEPS:
             _take_over(runtime, None)
-        self._settle(runtime, f"{self.refusal or TOUCHED}: {CURE}" if is_refused else "")
+            self._settle(runtime, f"{self.refusal or TOUCHED}: {CURE}")
+        elif Standing.TOUCHED in found:
+            self._await_step(runtime)
+            for master in _halved_of(runtime):
+                master.was_touched = False
+        else:
+            self._settle(runtime, "")
 
     def _settle(self, runtime: Runtime, why_not: str) -> None:
         runtime.engine.gatherer.late_peers, runtime.transport_note = None, why_not
@@ -146,4 +164,8 @@ def _is_between_steps(runtime: Runtime) -> bool:
 
 def _were_touched(runtime: Runtime) -> bool:
     """Whether masters have been made whole since the first publishing, which has halved them."""
-    return any(m.was_touched or m.whole is not None for unit in runtime.units for m in unit.halved.values())
+    return any(master.was_touched or master.whole is not None for master in _halved_of(runtime))
+
+
+def _halved_of(runtime: Runtime) -> list[HalvedMaster]:
+    return [master for unit in runtime.units for master in unit.halved.values()]
