@@ -6,11 +6,12 @@ CPUs take peers at once: here they are told that what is published is too much, 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ import lamina
 from harness import run_ranks
 from lamina.errors import TransportError
 from lamina.optim import AdamW, capture
-from lamina.runtime import api, late_peers
+from lamina.runtime import api, halving, late_peers, succession
 from lamina.runtime.access import runtime_of
 from lamina.runtime.publishing import SymmetricGatherer
 from optim.training import batch, groups_of
@@ -248,6 +249,69 @@ def come_on_gpus() -> list[str]:
 
 def test_they_come_as_on_gpus() -> None:
     assert run_ranks(2, come_on_gpus) == [[], []]
+
+
+# ---- errors in the middle ------------------------------------------------------------------------------------------
+# Where all ranks catch one, what comes next reads the weights that there are.
+
+
+def failing(place: Any, name: str, calls: int) -> Any:
+    """Interrupted in call number `calls` of a function, behind what it does."""
+    function, count = getattr(place, name), itertools.count()
+
+    def interrupted(*args: Any, **choices: Any) -> Any:
+        found = function(*args, **choices)
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return found
+
+    return patch.object(place, name, interrupted)
+
+
+STAGES = (
+    (late_peers, "put_to_rest", 0),
+    (halving, "put_together", 0),
+    (halving, "put_together", 1),
+    (late_peers, "forget_halves", 0),
+    (succession, "build_engine", 0),
+    (late_peers, "succeed", 0),
+)
+
+
+def interrupted() -> list[str]:
+    wrong = []
+    for moment in ("come", "go"):
+        for place, name, calls in STAGES[-2:] if moment == "come" else STAGES:
+            seen: list[list[Tensor]] = []
+            with much_is_published():
+                for transport in ("auto", "c10d"):
+                    model = make(transport=transport)
+                    optimizer = clipping(model)
+                    for number in range(2 if moment == "go" else 0):
+                        step(model, optimizer, number)
+                        with torch.no_grad():
+                            model.blocks[0].up.weight.mul_(1.25)
+                    caught = 0
+                    with failing(place, name, calls) if transport == "auto" else nullcontext():
+                        try:
+                            model(batch(5, dist.get_rank(), torch.float32))
+                        except KeyboardInterrupt:
+                            caught += 1
+                    with torch.no_grad():
+                        model.blocks[1].up.weight.mul_(1.25)
+                        outputs = model(batch(6, dist.get_rank(), torch.float32))
+                    for number in range(7, 10):
+                        step(model, optimizer, number)
+                    seen.append([outputs, *bits_of(model)])
+                    if transport == "auto" and (not caught or runtime_of(model).engine.gatherer.late_peers is not None):
+                        wrong.append(f"{moment}, {name} {calls}: caught {caught}, {lamina.report(model).notes}")
+            if not all(map(torch.equal, *seen)):
+                wrong.append(f"{moment}, {name} {calls}: other numbers")
+    return wrong
+
+
+def test_an_error_in_the_middle_leaves_the_weights_that_there_are() -> None:
+    assert run_ranks(2, interrupted) == [[], []]
 
 
 # ---- what is done once, behind the first step ----------------------------------------------------------------------

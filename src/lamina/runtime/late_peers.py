@@ -59,6 +59,7 @@ class LatePeers:
         self._have_come = False
         self._versions: dict[Unit, int] = {}  # of the weights that peers have read, when a step began
         self._touched_steps = 0
+        self._are_going = False
         self.refusal = ""  # why they are not to come, or to go again
 
     def look(self) -> None:
@@ -85,7 +86,7 @@ class LatePeers:
                     self._settle(runtime, f"{runtime.late_note.partition(';')[0]}, and {NOBODY_HOLDS}: {CURE}")
 
     def _standing(self, runtime: Runtime) -> Standing:
-        if self.refusal and not self._have_come:
+        if self._are_going or (self.refusal and not self._have_come):
             return Standing.REFUSES
         if not torch.is_grad_enabled():
             return Standing.EVALUATES
@@ -127,6 +128,7 @@ class LatePeers:
     def _judge_step(self, runtime: Runtime, found: set[Standing]) -> None:
         self._touched_steps += Standing.TOUCHED in found
         if Standing.REFUSES in found or self._touched_steps == TOUCHED_STEPS:
+            self._are_going = True  # after an error in the middle of it, nothing is read before they are gone
             _take_over(runtime, None)
             self._settle(runtime, f"{self.refusal or TOUCHED}: {CURE}")
         elif Standing.TOUCHED in found:
