@@ -27,7 +27,7 @@ from lamina.errors import TransportError
 from lamina.optim import AdamW, capture
 from lamina.runtime import api, halving, late_peers, succession
 from lamina.runtime.access import runtime_of
-from lamina.runtime.publishing import SymmetricGatherer
+from lamina.runtime.publishing import PeerGatherer, SymmetricGatherer
 from optim.training import batch, groups_of
 from runtime.test_halves import backward, bits_of
 from runtime.test_halving import clipping, halved_units, halves_pay, make
@@ -297,6 +297,9 @@ def interrupted() -> list[str]:
                             model(batch(5, dist.get_rank(), torch.float32))
                         except KeyboardInterrupt:
                             caught += 1
+                    is_one_sided = isinstance(runtime_of(model).engine.gatherer, PeerGatherer)
+                    if is_one_sided is not (transport_of(model) == "peer"):
+                        wrong.append(f"{moment}, {name} {calls}: said to be {transport_of(model)}")
                     with torch.no_grad():
                         model.blocks[1].up.weight.mul_(1.25)
                         outputs = model(batch(6, dist.get_rank(), torch.float32))

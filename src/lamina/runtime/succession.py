@@ -45,7 +45,6 @@ def put_to_rest(runtime: Runtime) -> None:
 def succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers | None) -> None:
     """Let an engine over these units go on where the last one stopped."""
     old = runtime.engine
-    runtime.transport = "c10d" if peers is None else "peer"
     made = build_engine(units, runtime.mesh, runtime.control, runtime.packing.slots, runtime.precision, peers)
     made.phases, made.last_forward, made.lockstep.rounds = old.phases, old.last_forward, old.lockstep.rounds
     made.gatherer.bytes_moved, made.reducer.bytes_moved = old.gatherer.bytes_moved, old.reducer.bytes_moved
@@ -53,6 +52,6 @@ def succeed(runtime: Runtime, units: list[Unit], peers: Peers | SymmetricPeers |
     made.newcomers = old.newcomers
     made.gatherer.late_peers = old.gatherer.late_peers
     ENGINES.discard(old)
-    runtime.engine = made
+    runtime.engine, runtime.transport = made, "c10d" if peers is None else "peer"
     for hooks in runtime.hooks.values():
         hooks.engine = made
