@@ -36,8 +36,8 @@ from lamina.transport.symmetric import SymmetricPeers
 FORWARDS = 3
 TOUCHED_STEPS = 2
 NOBODY_HOLDS = (
-    "no lamina.optim.AdamW(max_norm=...) held all parameters, unfrozen, in the first forwards with gradients that began "
-    "between steps and untraced"
+    "no lamina.optim.AdamW(max_norm=...) held all parameters, unfrozen, in the first forwards with gradients that "
+    "began between steps and untraced"
 )
 TOUCHED = "something else than the optimizer touches parameters in a step, such as an average of them or a norm"
 CURE = "type transport='peer' to have peers all the same"
