@@ -385,7 +385,8 @@ def test_they_stay_though_masters_are_touched_once() -> None:
 
 
 # ---- what reads weights between steps -------------------------------------------------------------------------------
-# The first step's publishing is seen by whatever forward comes next, which may be none with gradients.
+# What a step has written is published by whatever forward comes next, which may be none with gradients, or none between
+# steps.
 
 
 def evaluate(model: nn.Module, number: int) -> None:
@@ -403,15 +404,30 @@ def generate(model: nn.Module, number: int) -> None:
         model(batch(number, dist.get_rank(), torch.float32))
 
 
+def hold_a_graph(model: nn.Module, number: int) -> None:
+    """As what a generator has given to a discriminator, detached."""
+    model.held = [model(batch(number, dist.get_rank(), torch.float32))]
+
+
+def hold_a_graph_on_one_rank(model: nn.Module, number: int) -> None:
+    hold_a_graph(model, number)
+    if dist.get_rank():
+        model.held.clear()
+
+
+READS = (evaluate, infer, generate, hold_a_graph, hold_a_graph_on_one_rank)
+
+
 def read_between() -> list[str]:
     wrong = []
-    for read in (evaluate, infer, generate):
+    for read in READS:
         ends = []
         with much_is_published():
             for transport in ("auto", "peer"):
                 model = make(transport=transport)
                 optimizer = clipping(model)
                 for number in range(4):
+                    read(model, number)
                     step(model, optimizer, number)
                     read(model, number)
                 ends.append(bits_of(model))

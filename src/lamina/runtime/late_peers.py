@@ -51,6 +51,7 @@ class Standing(IntEnum):
     AGREES = 2
     REFUSES = 3
     TOUCHED = 4  # would agree, but for what something else than the optimizer has done in the step
+    STAYS = 5  # agrees that they stay, with a graph alive: no engine could take over
 
 
 class LatePeers:
@@ -77,7 +78,9 @@ class LatePeers:
             rows = runtime.control.exchange([mine])
             found = {Standing(row[0]) for row in rows}
             if self._have_come:
-                if found <= {Standing.AGREES, Standing.REFUSES, Standing.TOUCHED}:
+                if found <= {Standing.AGREES, Standing.STAYS}:
+                    self._settle(runtime, "")
+                elif found <= {Standing.AGREES, Standing.REFUSES, Standing.TOUCHED}:
                     self._judge_step(runtime, found)
             elif Standing.REFUSES in found:
                 self._settle(runtime, self.refusal or "another rank refuses peers")
@@ -93,15 +96,16 @@ class LatePeers:
             return Standing.REFUSES
         if not torch.is_grad_enabled():
             return Standing.EVALUATES
-        if not _is_between_steps(runtime):
-            return Standing.WAITS
+        is_free = _is_between_steps(runtime)
         if not self._have_come:
-            return Standing.AGREES if all_are_held(runtime.units) else Standing.WAITS
+            return Standing.AGREES if is_free and all_are_held(runtime.units) else Standing.WAITS
         if self.refusal:
-            return Standing.REFUSES
+            return Standing.REFUSES if is_free else Standing.WAITS
         if not self._was_stepped():
             return Standing.WAITS
-        return Standing.TOUCHED if _were_touched(runtime) else Standing.AGREES
+        if _were_touched(runtime):
+            return Standing.TOUCHED if is_free else Standing.WAITS
+        return Standing.AGREES if is_free else Standing.STAYS
 
     def _was_stepped(self) -> bool:
         """Whether weights have changed since, be it that an evaluation has read them already."""
@@ -134,12 +138,10 @@ class LatePeers:
             self._are_going = True  # after an error in the middle of it, nothing is read before they are gone
             _take_over(runtime, None)
             self._settle(runtime, f"{self.refusal or TOUCHED}: {CURE}")
-        elif Standing.TOUCHED in found:
+        else:
             self._await_step(runtime)
             for master in _halved_of(runtime):
                 master.was_touched = False
-        else:
-            self._settle(runtime, "")
 
     def _settle(self, runtime: Runtime, why_not: str) -> None:
         runtime.engine.gatherer.late_peers, runtime.transport_note = None, why_not
