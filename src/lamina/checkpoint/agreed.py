@@ -6,11 +6,9 @@ of one rank becomes the same error everywhere, with the rank in its message.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,18 +20,6 @@ from lamina.errors import CheckpointError, LaminaError
 from lamina.runtime.agreement import check_same_text
 
 T = TypeVar("T")
-
-
-@contextlib.contextmanager
-def at_place(control: Control, kind: str, what: str) -> Iterator[None]:
-    """Inside, a rank that waits for others says that it is saving or loading."""
-    before = control.position
-    control.position = replace(before, mode=kind, kind=kind, verb="agrees on", unit=what, is_over=False)
-    control.about = kind
-    try:
-        yield
-    finally:
-        control.position, control.about = before, ""
 
 
 def together(control: Control, act: Callable[[], T], while_doing: str) -> T:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.checkpoint import folders
-from lamina.checkpoint.agreed import at_place, together
+from lamina.checkpoint.agreed import together
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.checksums import crc32
 from lamina.checkpoint.contents import held_by, spread, ties_of, whole_tensors
@@ -36,7 +36,7 @@ from lamina.checkpoint.datafile import (
 )
 from lamina.errors import CheckpointError, UsageError
 from lamina.runtime.access import runtime_of
-from lamina.runtime.agreement import check_same_text
+from lamina.runtime.agreement import agreeing, check_same_text
 from lamina.runtime.assemble import Runtime
 
 SINGLE, MANY = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"
@@ -97,7 +97,7 @@ def export(
     """
     path, runtime = folders.given(path, "export(path, model)"), runtime_of(model)
     control, what = runtime.control, f"exporting to {path}"
-    with at_place(control, "export", path), torch.inference_mode(False), torch.no_grad():
+    with agreeing(control, "export", path), torch.inference_mode(False), torch.no_grad():
         BACKGROUND.finish(model)
         target = Path(os.path.realpath(path))
         check_same_text(control, "arguments to export", [f"{target} {list(parameters)} {dtype} {file_bytes}"])

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lamina.checkpoint import folders
-from lamina.checkpoint.agreed import at_place, attempt, begin_alike, together, warn_once
+from lamina.checkpoint.agreed import attempt, begin_alike, together, warn_once
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.contents import Held, Whole, held_by, ties_of, whole_tensors
 from lamina.checkpoint.datafile import STAGING_BYTES
@@ -38,6 +38,7 @@ from lamina.checkpoint.snapshot import restore_random_states
 from lamina.checkpoint.source import Source
 from lamina.errors import CheckpointError
 from lamina.runtime.access import runtime_of
+from lamina.runtime.agreement import agreeing
 from lamina.runtime.assemble import Runtime
 
 
@@ -66,7 +67,7 @@ def load(
     path, runtime = folders.given(path, "load(path, model)"), runtime_of(model)
     control, what = runtime.control, f"loading {path}"
     # what is made in inference mode can never be trained
-    with at_place(control, "load", path), torch.inference_mode(False), torch.no_grad():
+    with agreeing(control, "load", path), torch.inference_mode(False), torch.no_grad():
         BACKGROUND.finish(model)
         loading, error = attempt(lambda: Loading(path, runtime, model, optimizer, strict))
         arguments = [f"load({os.path.abspath(path)!r}, strict={bool(strict)}, optimizer={optimizer is not None})"]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina.checkpoint import folders
-from lamina.checkpoint.agreed import at_place, attempt, begin_alike, settle, together
+from lamina.checkpoint.agreed import attempt, begin_alike, settle, together
 from lamina.checkpoint.background import BACKGROUND, Background
 from lamina.checkpoint.datafile import BLOCK_BYTES, STAGING_BYTES, Item, Written, stream, write_file
 from lamina.checkpoint.manifest import FileEntry
@@ -33,6 +33,7 @@ from lamina.checkpoint.optimizer_state import check_optimizer
 from lamina.checkpoint.snapshot import Division, Snapshot, describe, divide, file_name, take
 from lamina.core.control import Control
 from lamina.runtime.access import runtime_of
+from lamina.runtime.agreement import agreeing
 
 
 def save(
@@ -64,7 +65,7 @@ def save(
     """
     path, runtime = folders.given(path, "save(path, model)"), runtime_of(model)
     control = runtime.control
-    with at_place(control, "save", path), torch.inference_mode(False), torch.no_grad():  # buffers outlive the call
+    with agreeing(control, "save", path), torch.inference_mode(False), torch.no_grad():  # buffers outlive the call
         BACKGROUND.finish(model)
         looked, error = attempt(lambda: Look.at(path, model, optimizer, extra))
         alike = {"arguments to save": [f"save({os.path.abspath(path)!r}, wait={bool(wait)})"]}

@@ -27,7 +27,7 @@ from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.runtime.access import runtime_of
 from lamina.runtime.additions import Additions, plan_additions
-from lamina.runtime.agreement import check_same_text, check_start_weights, together
+from lamina.runtime.agreement import agreeing, check_same_text, check_start_weights, together
 from lamina.runtime.api import STARTS, move_buffers, widen
 from lamina.runtime.assemble import Runtime, build_units, encloses_another, place_slots
 from lamina.runtime.copies import let_hooks_know
@@ -35,7 +35,7 @@ from lamina.runtime.hooks import ModuleHooks, add_entry_point
 from lamina.runtime.materialise import InitRecord, check_sources, materialise, materialise_buffers
 from lamina.runtime.precision import computes_wide
 from lamina.runtime.publishing import open_peers
-from lamina.runtime.succession import agreeing, put_to_rest, succeed
+from lamina.runtime.succession import put_to_rest, succeed
 from lamina.runtime.unit import Unit
 from lamina.runtime.windows import give_memory
 from lamina.transport.peer import Peers

@@ -6,7 +6,9 @@ hang. Both are found here, before anything is changed, and named on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -19,6 +21,18 @@ from lamina.errors import Disagreement, LaminaError
 
 CHUNK_NUMEL = 1 << 20
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def agreeing(control: Control, about: str, what: str) -> Iterator[None]:
+    """Inside, a rank that waits for others says what it agrees on."""
+    before = control.position
+    control.position = replace(before, mode=about, kind=about, verb="agrees on", unit=what, is_over=False)
+    control.about = about
+    try:
+        yield
+    finally:
+        control.position, control.about = before, ""
 
 
 def together(control: Control, act: Callable[[], T]) -> T:

@@ -24,11 +24,12 @@ from enum import IntEnum
 import torch
 
 from lamina.errors import TransportError
+from lamina.runtime.agreement import agreeing
 from lamina.runtime.assemble import Runtime
 from lamina.runtime.halved import HalvedMaster
 from lamina.runtime.halving import all_are_held, forget_halves
 from lamina.runtime.publishing import open_peers, reason_of, would_come_late
-from lamina.runtime.succession import agreeing, put_to_rest, succeed
+from lamina.runtime.succession import put_to_rest, succeed
 from lamina.runtime.unit import Unit
 from lamina.transport.peer import Peers
 from lamina.transport.symmetric import SymmetricPeers

@@ -6,28 +6,11 @@ parameters, masters, gradients and slots stay the objects that they are, and so 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
-
-from lamina.core.control import Control
 from lamina.runtime.assemble import Runtime, build_engine
 from lamina.runtime.failed_backward import ENGINES
 from lamina.runtime.unit import Unit
 from lamina.transport.peer import Peers
 from lamina.transport.symmetric import SymmetricPeers
-
-
-@contextlib.contextmanager
-def agreeing(control: Control, about: str, what: str) -> Iterator[None]:
-    """Inside, a rank that waits for others says what it agrees on."""
-    before = control.position
-    control.position = replace(before, mode=about, kind=about, verb="agrees on", unit=what, is_over=False)
-    control.about = about
-    try:
-        yield
-    finally:
-        control.position, control.about = before, ""
 
 
 def put_to_rest(runtime: Runtime) -> None:
