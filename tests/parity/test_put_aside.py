@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lamina
 from harness import run_ranks
+from lamina.errors import ParameterChanged
 from parity.reference import TOLERANCE, difference, parameter_deviation
 
 WIDTH, STEPS = 24, 4
@@ -179,3 +180,20 @@ def with_copies_in_all_ways() -> float:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_computes_with_copies_reads_what_was_set(world: int) -> None:
     assert max(run_ranks(world, with_copies_in_all_ways)) == 0.0
+
+
+def of_other_shapes() -> list[str]:
+    """One that could be spread over the parameter's own would be no error of torch's."""
+    model = lamina.shard(nn.Linear(3, 3), strategy="ddp", precision="bf16")
+    said = []
+    for value in (torch.zeros(1, 3), torch.zeros(2, 2), torch.zeros(3), torch.zeros(())):
+        model.weight.data = value
+        with pytest.raises(ParameterChanged) as caught:
+            model(torch.ones(2, 3))
+        said.append(str(caught.value))
+    return said
+
+
+def test_values_of_another_shape_are_refused_by_name() -> None:
+    for said in run_ranks(2, of_other_shapes):
+        assert all("`weight` got the shape" in text and "wanted (3, 3)" in text for text in said), said

@@ -28,6 +28,7 @@ from lamina.core.lanes import Lane, Lanes, Mark
 from lamina.core.layout import Segment
 from lamina.core.mesh import DataMesh
 from lamina.core.slots import GATHERING, WEIGHTS, Slot
+from lamina.errors import ParameterChanged
 from lamina.runtime.unit import Unit
 from lamina.transport.c10d import Exchange, Transport, as_bytes
 
@@ -60,8 +61,13 @@ class Route:
 
 def cast_from_elsewhere(unit: Unit, slot: Slot) -> None:
     """Whole parameters that no longer lie in their masters: `p.data = value` has given them other memory."""
-    for param, address, view in zip(unit.params, unit.addresses, slot.views, strict=True):
+    for spec, param, address, view in zip(unit.layout.params, unit.params, unit.addresses, slot.views, strict=True):
         if param.data_ptr() != address:
+            if param.shape != view.shape:
+                raise ParameterChanged(
+                    f"`{spec.name}` got the shape {tuple(param.shape)} after lamina.shard(), wanted {spec.shape}: give "
+                    "`.data` values of the shape that was sharded, or shard a model with the other shape"
+                )
             view.copy_(param.detach())
 
 
