@@ -103,7 +103,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> Any:
     """Call `fn` in a new process that is no rank of anything and has torch imported already; return what it returns."""
     call = Call(*_pack((fn, args, kwargs)), _settings.debug)
-    context = _fork_server()
+    context = fork_server()
     ours, theirs = context.Pipe()
     process = context.Process(target=harness_worker.serve_once, args=(call, theirs, Streams()), name="alone")
     process.start()
@@ -163,7 +163,7 @@ def shutdown() -> None:
 atexit.register(shutdown)
 
 
-def _fork_server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
     """It has torch imported once: a new process then costs a tenth of a second instead of seconds."""
     context = multiprocessing.get_context("forkserver")
     if not _settings.has_server:
@@ -211,7 +211,7 @@ class _Pool:
         self._resting = False
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="lamina-ranks-")
-        context = _fork_server()
+        context = fork_server()
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
         for rank in range(world):

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 
 pytestmark = pytest.mark.gpu
 
@@ -103,4 +102,4 @@ def train(rank: int, world: int, folder: str, max_norm: float) -> None:
 def test_clipping_in_the_step_on_two_gpus() -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (2, folder, 0.1), nprocs=2)
+        run_on_cards(2, train, 2, folder, 0.1)

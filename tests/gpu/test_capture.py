@@ -8,11 +8,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 
 pytestmark = pytest.mark.gpu
 WORLD = min(2, most_ranks())
@@ -77,7 +76,7 @@ def compare(rank: int, folder: str, transport: str, strategy: str) -> None:
 @pytest.mark.parametrize(("transport", "strategy"), [("c10d", "zero3"), ("peer", "zero3"), ("c10d", "zero1")])
 def test_equals_eager_steps(transport: str, strategy: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, (folder, transport, strategy), nprocs=WORLD)
+        run_on_cards(WORLD, compare, folder, transport, strategy)
 
 
 class Training:
@@ -120,7 +119,7 @@ def end_with_a_graph(rank: int, folder: str, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["c10d", "peer"])
 def test_groups_go_while_a_captured_step_is_kept(transport: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(end_with_a_graph, (folder, transport), nprocs=WORLD)
+        run_on_cards(WORLD, end_with_a_graph, folder, transport)
 
 
 def go_on_after_a_release(rank: int, folder: str) -> None:
@@ -133,7 +132,7 @@ def go_on_after_a_release(rank: int, folder: str) -> None:
 
 def test_a_released_step_is_recorded_anew() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(go_on_after_a_release, (folder,), nprocs=WORLD)
+        run_on_cards(WORLD, go_on_after_a_release, folder)
 
 
 def misuse(rank: int, folder: str) -> None:
@@ -175,4 +174,4 @@ def misuse(rank: int, folder: str) -> None:
 
 def test_what_a_graph_would_freeze_is_named() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(misuse, (folder,), nprocs=WORLD)
+        run_on_cards(WORLD, misuse, folder)

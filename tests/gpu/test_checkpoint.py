@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import lamina
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 from lamina.checkpoint.background import BACKGROUND
 from lamina.checkpoint.datafile import Item
 from lamina.checkpoint.host_copy import HostCopy
@@ -122,7 +121,7 @@ def save_and_go_on(rank: int, world: int, folder: str, kind: str) -> None:
 def test_training_goes_on_alike_and_changes_nothing_that_is_saved(kind: str) -> None:
     world = min(2, most_ranks())
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(save_and_go_on, (world, folder, kind), nprocs=world)
+        run_on_cards(world, save_and_go_on, world, folder, kind)
 
 
 def load_alone(rank: int, folder: str, path: str) -> None:
@@ -153,8 +152,8 @@ def test_one_gpu_and_plain_safetensors_read_what_all_have_saved() -> None:
 
     world = min(2, most_ranks())
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(save_on_all, (world, folder), nprocs=world)
-        mp.spawn(load_alone, (folder, f"{folder}/two"), nprocs=1)
+        run_on_cards(world, save_on_all, world, folder)
+        run_on_cards(1, load_alone, folder, f"{folder}/two")
         read: dict[str, Tensor] = {}
         for file in Path(folder, "exported").glob("*.safetensors"):
             read |= load_file(file)
@@ -181,7 +180,7 @@ def fail_beside(rank: int, world: int, folder: str) -> None:
 def test_errors_beside_come_back() -> None:
     world = min(2, most_ranks())
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(fail_beside, (world, folder), nprocs=world)
+        run_on_cards(world, fail_beside, world, folder)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import lamina
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 from gpu.test_nccl import Block, build
 from lamina.core.halves import halve, join
 from lamina.optim import adamw, capture
@@ -129,7 +128,7 @@ def train(rank: int, world: int, folder: str, max_norm: float | None) -> None:
 def test_steps_are_those_of_whole_masters(max_norm: float | None) -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (2, folder, max_norm), nprocs=2)
+        run_on_cards(2, train, 2, folder, max_norm)
 
 
 def average_and_capture(rank: int, world: int, folder: str) -> None:
@@ -190,4 +189,4 @@ def average_and_capture(rank: int, world: int, folder: str) -> None:
 def test_masters_are_put_together_for_good() -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(average_and_capture, (2, folder), nprocs=2)
+        run_on_cards(2, average_and_capture, 2, folder)

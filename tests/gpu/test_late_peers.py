@@ -9,11 +9,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import lamina
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 from gpu.test_nccl import Block, build
 from lamina.runtime import api, publishing
 from lamina.runtime.access import runtime_of
@@ -72,4 +71,4 @@ def train(rank: int, world: int, folder: str) -> None:
 def test_they_come_with_the_optimizer_and_go_where_masters_are_touched() -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (2, folder), nprocs=2)
+        run_on_cards(2, train, 2, folder)

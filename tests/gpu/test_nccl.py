@@ -8,14 +8,13 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lamina
 from fuzz import walks
 from fuzz.play import play_all
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 from harness import run_ranks, shutdown
 from lamina.runtime import direct, summing
 from lamina.runtime.assemble import RUNTIMES
@@ -75,7 +74,7 @@ def train(rank: int, world: int, folder: str, strategy: str, slots: int, recompu
 def test_equals_one_process(strategy: str, transport: str, slots: int) -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (2, folder, strategy, slots, "full" if slots == 3 else "none", transport), nprocs=2)
+        run_on_cards(2, train, 2, folder, strategy, slots, "full" if slots == 3 else "none", transport)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp", "2-2-4"])
@@ -83,7 +82,7 @@ def test_peers_of_four_gpus_equal_one_process(strategy: str) -> None:
     if most_ranks() < 4:
         pytest.skip("this test needs four GPUs")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (4, folder, strategy, 2, "none", "peer"), nprocs=4)
+        run_on_cards(4, train, 4, folder, strategy, 2, "none", "peer")
 
 
 def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: float | None) -> None:
@@ -130,7 +129,7 @@ def train_in_16_bit(rank: int, world: int, folder: str, sleeps: bool, max_norm: 
 def test_peer_is_bitwise_what_nccl_gives(sleeps: bool, max_norm: float | None) -> None:
     world = most_ranks()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train_in_16_bit, (world, folder, sleeps, max_norm), nprocs=world)
+        run_on_cards(world, train_in_16_bit, world, folder, sleeps, max_norm)
 
 
 # What the ranks of a world have gone wrong in once, or hung, and on GPUs only, is among them.
@@ -171,7 +170,7 @@ def test_auto_times_gathers(world: int) -> None:
     if most_ranks() < world:
         pytest.skip("so many GPUs, or a card that ranks may share")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(choose, (world, folder), nprocs=world)
+        run_on_cards(world, choose, world, folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -220,7 +219,7 @@ def distill(rank: int, world: int, folder: str) -> None:
 
 def test_two_models_equal_one_process() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(distill, (2, folder), nprocs=2)
+        run_on_cards(2, distill, 2, folder)
 
 
 if __name__ == "__main__":  # where pytest is not installed

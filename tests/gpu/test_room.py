@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import lamina
-from gpu.cards import most_ranks, take_card
+from gpu.cards import most_ranks, run_on_cards, take_card
 from lamina.core import room
 
 pytestmark = pytest.mark.gpu
@@ -50,4 +49,4 @@ def train(rank: int, folder: str) -> None:
 def test_only_the_first_forward_of_a_training_makes_room() -> None:
     assert most_ranks() >= WORLD, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(train, (folder,), nprocs=WORLD)
+        run_on_cards(WORLD, train, folder)
