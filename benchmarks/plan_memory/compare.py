@@ -60,7 +60,18 @@ TODAY = (
     *HALVES_ASKED_FOR,
     *(
         f"{name}_2xH200"
-        for name in ("core_1b", "eager_1b_2048", "recompute_3b", "auto_3b", "experts", "unclipped_1b", "expandable_1b")
+        for name in (
+            "core_1b",
+            "eager_1b_2048",
+            "recompute_3b",
+            "auto_3b",
+            "experts",
+            "unclipped_1b",
+            "expandable_1b",
+            "slow_host_core_1b",
+            "slow_host_eager_1b_2048",
+            "slow_host_auto_3b",
+        )
     ),
 )
 SUMMING_BYTES = 421 << 20  # of a communicator of 16 blocks that sums, too

@@ -93,6 +93,10 @@ HALVED = tuple(  # in which masters of `lamina-peer` lie in halves by themselves
         "experts",
         "micro_batches_1b",
         "recompute_3b",
+        "slow_host_auto_3b",
+        "slow_host_core_1b",
+        "slow_host_eager_1b_2048",
+        "slow_host_micro_batches_1b",
     )
 )
 SET_FROM = ("peer_1b_2048_2xH200", "lamina")  # unit_host_ms
