@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from torch import Tensor, nn
 
 import lamina
 from gpu.cards import most_ranks, run_on_cards, take_card
+from lamina.runtime.gradients import Gradients
 
 pytestmark = pytest.mark.gpu
 WORLD = min(2, most_ranks())
+give_back = Gradients.give_back
 
 
 class Block(nn.Module):
@@ -104,6 +109,46 @@ class Training:
                 self.call.release()
                 assert self.call.graph is None
         return found
+
+
+def in_the_recording(gradients: Gradients) -> None:
+    if gradients.lanes.is_recording:
+        give_back(gradients)
+
+
+def count_memory(rank: int, folder: str) -> None:
+    take_card(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    reserved_bytes = []
+    for keeps in (True, False):
+        model = lamina.shard(nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16))).cuda(), "zero3")
+        optimizer = lamina.optim.AdamW(model.parameters(), lr=1e-4, max_norm=1.0)
+
+        def step(data: Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(data).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        captured, data = lamina.capture(step), torch.randn(8, 2048, device="cuda")
+        for _ in range(3):
+            captured(data)
+        with patch.object(Gradients, "give_back", in_the_recording) if keeps else nullcontext():
+            captured(data)
+        reserved_bytes.append(torch.cuda.memory_reserved())
+        captured.release()
+        del model, optimizer, step, captured
+        gc.collect()
+        torch.cuda.empty_cache()
+    gradient_bytes = 16 * 2048 * 2048 * 4 // WORLD
+    assert reserved_bytes[0] - reserved_bytes[1] > 0.8 * gradient_bytes, reserved_bytes
+    dist.destroy_process_group()
+
+
+def test_gradients_do_not_lie_in_the_graph_and_beside_it() -> None:
+    if WORLD < 2:
+        pytest.skip("gradients of one GPU are torch's own")
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_cards(WORLD, count_memory, folder)
 
 
 def end_with_a_graph(rank: int, folder: str, transport: str) -> None:

@@ -18,6 +18,9 @@ from harness import run_ranks
 from lamina.core import room
 from lamina.core.strategy import Strategy, resolve
 from lamina.errors import UsageError
+from lamina.optim import capture
+from lamina.planner import reserved
+from lamina.planner.caching_allocator import CachingAllocator
 from lamina.planner.machine import load_machine
 from lamina.planner.measure import measure
 from lamina.planner.measure_data import Measured
@@ -290,6 +293,32 @@ def test_steps_measured_after_their_forecast(file: str, way: str, strategy: str,
     room_part = 0.0 if file.startswith("before_room") else room.KEPT
     found = reserve(measured, forecast.state, resolve(strategy, 2), given=True, room_part=room_part)
     assert found is not None and found.reserved_bytes / GIB == pytest.approx(row["reserved_gib"], rel=0.001)
+
+
+@pytest.mark.parametrize("file", ["captured_1b_2048", "slow_host_captured_1b_2048"])
+@pytest.mark.parametrize("transport", ["c10d", "peer"])
+def test_measured_captured_steps(transport: str, file: str) -> None:
+    """Of the runtime before: eager steps kept the memory of gradients, and had room made for half of them."""
+    row = gpu_row(file, "lamina-peer-captured" if transport == "peer" else "lamina-captured")
+    measured, choice = measured_1b(2048, "none"), Choice("zero3", 2, transport=transport, captured=True)
+    forecast = forecast_memory(measured, choice, load_machine("h200"))
+    run = reserved._Run(measured, forecast.state, resolve("zero3", 2), 1, CachingAllocator())
+    run.shard(given=True, gives_back=True)
+    run.stream = 9  # the stream of the eager steps
+    run.make_room(room.KEPT)
+    for _ in range(reserved.EAGER_CALLS):
+        run.step()
+    run.memory.give_back_segments()
+    run.stream = reserved.GRAPH_POOL
+    run.step()
+    assert run.memory.peak_allocated_bytes / GIB == pytest.approx(row["allocated_gib"], rel=0.001)
+    assert run.memory.peak_reserved_bytes / GIB == pytest.approx(row["reserved_gib"], rel=0.001)
+    assert forecast.allocated_bytes == run.memory.peak_allocated_bytes
+    assert forecast.reserved_bytes < 0.78 * run.memory.peak_reserved_bytes
+
+
+def test_a_step_is_recorded_after_as_many_calls_as_a_plan_follows() -> None:
+    assert reserved.EAGER_CALLS == capture.EAGER_CALLS
 
 
 @pytest.mark.parametrize("number", [0, 1, 4, 5])

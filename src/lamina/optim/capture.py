@@ -18,6 +18,13 @@ Note [Graphs hold groups]
     NCCL does not let a communicator go while a graph that has recorded one of its collectives lives, and
     `destroy_process_group()`, with the captured step still in a variable, would wait for ever. The watch sees a rank
     that does not come back from there, and frees all graphs.
+
+Note [Memory of a graph]
+    What a graph takes has a pool of its own, which shares nothing with what eager steps have cached. torch gives that
+    cache back to the device when a recording begins, as far as nothing lies in it. So the memory of gradients goes
+    back before, or else it would stay where eager steps had it while the graph took as much anew. Room for gradients
+    (core/room.py) is made in the graph's pool, for all of them, and none is for the eager steps. What an optimizer
+    makes in its first step lasts: the cache goes back before, too, so that none of it comes to lie there and holds it.
 """
 
 from __future__ import annotations
@@ -95,11 +102,12 @@ class Captured:
         self._result: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.cuda.is_available() or not any(runtime.device.type == "cuda" for runtime in RUNTIMES.values()):
+        if not torch.cuda.is_available() or not _on_gpus():
             return self.step(*args, **kwargs)
         self.calls += 1
         if self.graph is None:
             keep_masters_whole()
+            _make_no_room()
         if self.graph is None and self.calls <= EAGER_CALLS:
             return self._run_eagerly(args, kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
@@ -134,6 +142,8 @@ class Captured:
         seen: dict[Optimizer, list[Any]] = {}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
+            if self.calls == 1:
+                torch.cuda.empty_cache()
             seen.setdefault(optimizer, [group["lr"] for group in optimizer.param_groups])
 
         rates = {optimizer: [group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers}
@@ -141,6 +151,8 @@ class Captured:
         self._stream.wait_stream(torch.cuda.current_stream())
         watched = self.calls == EAGER_CALLS  # the last one before the recording, which an attempt would spoil
         mode = torch.cuda.get_sync_debug_mode()
+        runtimes = _on_gpus()
+        phases = _phases_of(runtimes)
         rehearsing = [o for o in self._optimizers if watched and isinstance(o, AdamW)]
         try:
             with torch.cuda.stream(self._stream):
@@ -159,7 +171,7 @@ class Captured:
             handle.remove()
             torch.cuda.current_stream().wait_stream(self._stream)
         self._check_rates(rates, seen)
-        self._optimizers = list(seen)
+        self._optimizers, self._runtimes = list(seen), _that_ran(runtimes, phases)
         return result
 
     def _check_rates(self, before: dict[Optimizer, list[Any]], seen: dict[Optimizer, list[Any]]) -> None:
@@ -183,12 +195,13 @@ class Captured:
         for optimizer in self._optimizers:
             if isinstance(optimizer, AdamW):
                 optimizer.hold_rates()
-        runtimes = [runtime for runtime in RUNTIMES.values() if runtime.device.type == "cuda"]
-        phases = [runtime.engine.phases for runtime in runtimes]
+        runtimes = _on_gpus()
+        phases = _phases_of(runtimes)
         torch.cuda.synchronize()
         for runtime in runtimes:
             _forget_lanes(runtime)
             _mark_changed(runtime)
+            runtime.engine.gradients.give_back()
         args, kwargs = pytree.tree_unflatten(self._inputs, form)
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         for runtime in runtimes:
@@ -196,10 +209,12 @@ class Captured:
         try:
             # thread_local: NCCL's own threads look at their events meanwhile
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                for runtime in self._runtimes:
+                    runtime.engine.gradients.make_room(1.0)
                 self._result = self.step(*args, **kwargs)
-                for runtime, before in zip(runtimes, phases, strict=True):
-                    if runtime.engine.phases > before:
-                        runtime.engine.lanes.join()
+                self._runtimes = _that_ran(runtimes, phases)
+                for runtime in self._runtimes:
+                    runtime.engine.lanes.join()
         except Exception as error:
             _end_allocating(pool)
             if "captur" not in str(error):
@@ -211,7 +226,6 @@ class Captured:
                 _forget_lanes(runtime)
         self._held = [o.end_recording() for o in self._optimizers if isinstance(o, AdamW)]
         self.graph = graph
-        self._runtimes = [r for r, before in zip(runtimes, phases, strict=True) if r.engine.phases > before]
         self._engines = [runtime.engine for runtime in self._runtimes]
         self._frozen = {optimizer: _constants(optimizer) for optimizer in self._optimizers}
 
@@ -286,6 +300,19 @@ class Captured:
                     )
 
 
+def _on_gpus() -> list[Runtime]:
+    return [runtime for runtime in RUNTIMES.values() if runtime.device.type == "cuda"]
+
+
+def _phases_of(runtimes: list[Runtime]) -> list[int]:
+    return [runtime.engine.phases for runtime in runtimes]
+
+
+def _that_ran(runtimes: list[Runtime], phases: list[int]) -> list[Runtime]:
+    """Those whose models have run since they had so many phases."""
+    return [runtime for runtime, before in zip(runtimes, phases, strict=True) if runtime.engine.phases > before]
+
+
 def _release_all() -> None:
     """Note [Graphs hold groups]."""
     for captured in list(_captured):
@@ -305,6 +332,12 @@ def keep_masters_whole() -> None:
                 "lamina.capture() does not record steps of a model with Precision(halves=True): leave halves out, or "
                 "the capture"
             )
+
+
+def _make_no_room() -> None:
+    """Note [Memory of a graph]."""
+    for runtime in RUNTIMES.values():
+        runtime.engine.gradients.room_part = 0.0
 
 
 def _own_memory(number: int, leaf: Any) -> Any:

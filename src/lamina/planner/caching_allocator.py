@@ -20,7 +20,8 @@ Note [Rules]
     8. a new segment lies below all others: addresses are handed out from the top down. That decides between equals (2)
        and so where long-lived blocks lie; from the bottom up, 5 of 20 measured runs come out a segment or two off
        (benchmarks/plan_memory/README.md)
-    Left out: options that are off by default, and pools of captured graphs.
+    9. a captured graph has a pool of its own, which shares nothing with others: here a stream of its own
+    Left out: options that are off by default.
 """
 
 from __future__ import annotations

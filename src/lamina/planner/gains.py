@@ -61,7 +61,7 @@ def _changes(
     of = f"of {time.total_ms:.1f} ms"
     if not choice.compiled and not machine.is_cpu:
         yield "compiled units (compile=True, --compile)", replace(choice, compiled=True)
-    if not choice.captured and not machine.is_cpu:
+    if not choice.captured and not machine.is_cpu and fits(recorded(choice)):
         waits = f"the device waits for the host for {time.host_ms:.1f} {of}"
         yield f"lamina.capture, or a larger batch; {waits}", recorded(choice)
     count, more = choice.accumulation, replace(choice, accumulation=2 * choice.accumulation)

@@ -119,7 +119,15 @@ def forecast_memory(
     reserved, used, beside = allocated, allocated, 0
     if on_gpu:
         part = room.part(choice.recompute, factors.world, state.halved)
-        found = reserve(measured, state, factors, choice.accumulation, room_part=part, expandable=choice.expandable)
+        found = reserve(
+            measured,
+            state,
+            factors,
+            choice.accumulation,
+            room_part=part,
+            expandable=choice.expandable,
+            captured=choice.captured,
+        )
         assert found is not None, "only a device with a limit is ever full"
         allocated, reserved = found.allocated_bytes, found.reserved_bytes
         beside = state.shared

@@ -43,8 +43,8 @@ COMPILED = (
     "compiled: each unit's elementwise kernels count as fused; memory is that of the step without it, which takes more"
 )
 CAPTURED = (
-    "captured: as one CUDA graph, by lamina.capture, so that nothing waits for the host; memory is that of the eager",
-    "step, and a graph's own pool takes more",
+    "captured: as one CUDA graph, by lamina.capture, so that nothing waits for the host; memory is that of the graph's",
+    "own pool beside what lasts",
 )
 EXPANDABLE = (
     f"with torch's expandable segments: {expandable.VARIABLE}={expandable.SETTING}, which `lamina train` sets by itself"
@@ -230,7 +230,7 @@ def plan(
             masters lie in halves where they do under `lamina.optim.AdamW(max_norm=...)`.
         accumulation: micro-batches of a step.
         compile: elementwise kernels of each unit are fused. Counts in the time; memory is that of the step without it.
-        capture: the step is one CUDA graph (`lamina.capture`), on GPUs. Counts in the time, as `compile` does.
+        capture: the step is one CUDA graph (`lamina.capture`), on GPUs, with a pool of memory of its own.
         inputs: of the forward; None: token numbers.
         loss: of the model and its inputs; None: the model's own, or cross entropy of its logits.
 

@@ -11,7 +11,8 @@ Note [Order]
     when a gradient may go, runtime/reducing.py and gradients.py; memory of gradients runtime/unit_gradients.py (given
     back when a forward begins that finds none); moments optim/moments.py, at the first step. torch: a workspace of a
     matrix library for each thread and stream that calls it (aten/src/ATen/cuda/CublasHandlePool.cpp); backward has a
-    thread of its own.
+    thread of its own; a graph's pool, and the cache that goes back before a recording (torch/cuda/graphs.py). What
+    lamina.capture does with memory: Note [Memory of a graph] in optim/capture.py.
 
 Pure: no communication, no device.
 """
@@ -40,11 +41,13 @@ from lamina.planner.state import (
 )
 
 COMPUTE, REDUCE_LANE, GATHER_LANE = 0, 1, 2
+CAPTURE, GRAPH_POOL = 3, 4  # the stream of a step that `lamina.capture` will record, and what its graph takes
 WORKSPACE_BYTES = 32 << 20  # that torch gives a matrix library on Hopper
 NORM_CHUNK_NUMEL = 1 << 16  # elements for which torch's norm of lists writes one partial sum
 CHECK_CHUNK_BYTES = 1 << 20  # of weights that are compared at a time, as numbers of 8 bytes
 MOST_MICRO_BATCHES = 4  # of a step that are followed, the last among them: those between are alike
 MOST_STEPS = 6  # that are followed; after the second, hardly any adds anything
+EAGER_CALLS = 3  # of a step before it is recorded
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def reserve(
     room_part: float = room.KEPT,
     limit_bytes: int | None = None,
     expandable: bool = False,
+    captured: bool = False,
 ) -> Reserved | None:
     """Follow a run until a step reserves no more than the one before; None: the device is full.
 
@@ -78,10 +82,14 @@ def reserve(
         room_part: of the gradients, for which room is made (core/room.py); 0: by runtimes before they made any.
         limit_bytes: what the allocator may reserve; None: more than any device has.
         expandable: torch's setting `expandable_segments:True`.
+        captured: `lamina.capture` records the step as a graph. No room is made before then.
     """
     run = _Run(measured, state, factors, accumulation, CachingAllocator(limit_bytes, expandable))
     try:
         run.shard(given, gives_back)
+        if captured:
+            run.record()
+            return Reserved(run.memory.peak_allocated_bytes, run.memory.peak_reserved_bytes, run.memory.retries)
         run.make_room(room_part)
         before = -1
         for _ in range(MOST_STEPS):
@@ -103,6 +111,7 @@ class _Run:
     ) -> None:
         self.measured, self.state, self.factors, self.memory = measured, state, factors, memory
         self.accumulation = accumulation
+        self.stream = COMPUTE
         self.alone = factors.world == 1 and not state.packing.total_bytes  # torch's own autograd: nothing is reduced
         self.buffers: dict[str, tuple[Block, int]] = {}  # of reductions, by role, with what was asked for
         self.workspaces: set[int] = set()
@@ -175,17 +184,33 @@ class _Run:
             before, self.inputs = self.inputs, self._take([self.measured.input_bytes])
             self._give(before)
             if micro_batch == 0 or not complete:  # in between, gradients that are complete stay
-                self._give(itertools.chain.from_iterable(self.gradients.values()))
-                self.gradients.clear()
+                self._give_back_gradients()
             self._forward_and_backward(micro_batch == followed - 1)
         self.has_sums.clear()
         self._norm()
         if not self.has_moments:
             self.has_moments = True
+            if self.stream == CAPTURE:
+                self.memory.give_back_segments()
             for layout in self.state.layouts:
                 for segment in layout.segments:
                     if segment.trainable:
                         self._take([segment.range_numel * segment.master.itemsize] * ADAM_MOMENTS)
+
+    def record(self) -> None:
+        """A step that becomes a graph, from the first that runs eagerly on."""
+        self.stream = CAPTURE
+        for _ in range(EAGER_CALLS):
+            self.step()
+        self._give_back_gradients()
+        self.memory.give_back_segments()
+        self.stream = GRAPH_POOL
+        self.make_room(1.0)
+        self.step()
+
+    def _give_back_gradients(self) -> None:
+        self._give(itertools.chain.from_iterable(self.gradients.values()))
+        self.gradients.clear()
 
     def _forward_and_backward(self, last: bool) -> None:
         alive: dict[int, Block] = {}
@@ -194,14 +219,14 @@ class _Run:
         for what, number, size_bytes in self.measured.events:
             if what is Happens.TAKE:
                 if size_bytes:
-                    alive[number] = memory.take(size_bytes, COMPUTE)
+                    alive[number] = memory.take(size_bytes, self.stream)
             elif what is Happens.GIVE:
                 if number in alive and number not in kept:
                     memory.give(alive.pop(number))
             elif what is Happens.PRODUCT:
                 if number not in self.workspaces:
                     self.workspaces.add(number)
-                    memory.take(WORKSPACE_BYTES, COMPUTE)
+                    memory.take(WORKSPACE_BYTES, self.stream)
             elif what is Happens.REDUCE:
                 if not self.alone:
                     self._reduce(number, last)
@@ -249,7 +274,7 @@ class _Run:
     # ---- blocks ------------------------------------------------------------------------------------------------
 
     def _take(self, sizes_bytes: Iterable[int]) -> list[Block]:
-        return [self.memory.take(size_bytes, COMPUTE) for size_bytes in sizes_bytes if size_bytes]
+        return [self.memory.take(size_bytes, self.stream) for size_bytes in sizes_bytes if size_bytes]
 
     def _give(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

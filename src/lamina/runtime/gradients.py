@@ -115,14 +115,18 @@ class Gradients:
             return
         if self.room_part and torch.is_grad_enabled() and not self.lanes.is_recording:
             part, self.room_part = self.room_part, 0.0
-            whole = [unit for unit in self.units if not unit.halved]  # else there is room where whole masters lay
-            units = [unit for unit in whole if any(param.requires_grad for param in unit.params)]
-            segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
-            sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
-            if units:
-                make_room(part, sizes_bytes, units[0].mesh.device)
+            self.make_room(part)
         for unit in self.units:
             unit.gradients.give_back()
+
+    def make_room(self, part: float) -> None:
+        """Let the allocator hold a free piece for a part of all gradients, if it has memory: core/room.py."""
+        whole = [unit for unit in self.units if not unit.halved]  # else there is room where whole masters lay
+        units = [unit for unit in whole if any(param.requires_grad for param in unit.params)]
+        segments = [segment for unit in units for segment in unit.layout.segments if segment.trainable]
+        sizes_bytes = [segment.range_numel * gradient_dtype(segment.master).itemsize for segment in segments]
+        if units:
+            make_room(part, sizes_bytes, units[0].mesh.device)
 
     def begin(self) -> None:
         """A backward begins: what plain units' parameters hold already is kept apart from what autograd adds."""
