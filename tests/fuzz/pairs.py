@@ -8,6 +8,7 @@ and a critic that train in turn. All in float64, compared as `play.py` does.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import warnings
@@ -69,8 +70,8 @@ def _seed_of(seed: int, number: int, in_one_backward: bool) -> int:
     Where one backward goes through both models, and ranks take different paths through them, they may come to wait for
     each other: that is refused by name.
     """
-    left_out = {"Cut", "Coarse"} | ({"differs"} if in_one_backward else set())
-    return next(n for n in range(200 * seed + 100 * number, 1_000_000) if not RandomModel(n).features & left_out)
+    left_out = {"Cut", "Coarse", "Instead"} | ({"differs"} if in_one_backward else set())
+    return next(n for n in itertools.count(200 * seed + 100 * number) if not RandomModel(n).features & left_out)
 
 
 def _calm(case: Case, draw: random.Random, world: int) -> Case:
@@ -169,7 +170,8 @@ class PairJob:
         for job in self.jobs:
             for master, copy in job.reference.pairs:
                 if copy.grad is not None:
-                    master.grad = copy.grad if master.grad is None else master.grad + copy.grad
+                    found = copy.grad.to_dense()  # a table's may be sparse
+                    master.grad = found if master.grad is None else master.grad + found
                     copy.grad = None
 
     def freeze(self, turn: int, frozen: bool) -> None:

@@ -142,8 +142,9 @@ class ModuleHooks:
             tensors = _tensors_below(output)
             for served in left:
                 served.again(tensors, self.engine.reference)
+        phase = self.engine.phase
         while self.held:
-            self.engine.residency.release(*self.held.pop(), hold_overflow=False)
+            self.engine.residency.release(*self.held.pop(), phase is not None and phase.is_backward)
 
     def take_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast the inputs of the call that has been opened, and note the autograd nodes that made them."""
