@@ -211,6 +211,12 @@ def misuse(rank: int, folder: str) -> None:
         call(data)
     with pytest.raises(lamina.UsageError, match=r"shape \(4, 16\).*shape \(2, 16\)"):
         call(data[:2])
+    with pytest.raises(lamina.UsageError, match="leaves the gradient of `0.weight` to an optimizer outside"):
+        lamina.capture(lambda: model(data).sum().backward())()
+    if WORLD > 1:
+        with pytest.raises(lamina.UsageError, match="AdamW updates `0.weight`, whose gradient comes from outside"):
+            lamina.capture(optimizer.step)()
+    optimizer.zero_grad()
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with pytest.raises(lamina.StateError, match="weight_decay.*capture it anew"):
         call(data)

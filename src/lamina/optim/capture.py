@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 from lamina.core.teardown import on_teardown
 from lamina.errors import StateError, UsageError
 from lamina.optim.adamw import AdamW
+from lamina.optim.whole_step import WholeStep
 from lamina.runtime.assemble import RUNTIMES, Runtime
 from lamina.runtime.engine import Engine
 from lamina.runtime.publishing import PeerGatherer
@@ -73,7 +74,8 @@ def capture(step: Callable[..., Any]) -> Captured:
         Its `release()` frees the graph and the memory that it holds.
 
     Raises:
-        UsageError: an argument that a graph cannot take, or an optimizer whose learning rate would be frozen.
+        UsageError: an argument that a graph cannot take, an optimizer whose learning rate would be frozen, or a part of
+            a step: gradients for an optimizer outside of it, or from a backward outside.
         StateError: something that is frozen in the graph was changed.
     """
     if not callable(step):
@@ -142,6 +144,7 @@ class Captured:
         seen: dict[Optimizer, list[Any]] = {}
 
         def note(optimizer: Optimizer, *_: Any) -> None:
+            whole.check_update(optimizer)
             if self.calls == 1:
                 torch.cuda.empty_cache()
             seen.setdefault(optimizer, [group["lr"] for group in optimizer.param_groups])
@@ -151,8 +154,7 @@ class Captured:
         self._stream.wait_stream(torch.cuda.current_stream())
         watched = self.calls == EAGER_CALLS  # the last one before the recording, which an attempt would spoil
         mode = torch.cuda.get_sync_debug_mode()
-        runtimes = _on_gpus()
-        phases = _phases_of(runtimes)
+        whole = WholeStep(_on_gpus())
         rehearsing = [o for o in self._optimizers if watched and isinstance(o, AdamW)]
         try:
             with torch.cuda.stream(self._stream):
@@ -170,8 +172,9 @@ class Captured:
                 optimizer.rehearse(False)
             handle.remove()
             torch.cuda.current_stream().wait_stream(self._stream)
+        whole.check_end()
         self._check_rates(rates, seen)
-        self._optimizers, self._runtimes = list(seen), _that_ran(runtimes, phases)
+        self._optimizers, self._runtimes = list(seen), whole.ran()
         return result
 
     def _check_rates(self, before: dict[Optimizer, list[Any]], seen: dict[Optimizer, list[Any]]) -> None:
@@ -196,7 +199,7 @@ class Captured:
             if isinstance(optimizer, AdamW):
                 optimizer.hold_rates()
         runtimes = _on_gpus()
-        phases = _phases_of(runtimes)
+        whole = WholeStep(runtimes)
         torch.cuda.synchronize()
         for runtime in runtimes:
             _forget_lanes(runtime)
@@ -212,7 +215,7 @@ class Captured:
                 for runtime in self._runtimes:
                     runtime.engine.gradients.make_room(1.0)
                 self._result = self.step(*args, **kwargs)
-                self._runtimes = _that_ran(runtimes, phases)
+                self._runtimes = whole.ran()
                 for runtime in self._runtimes:
                     runtime.engine.lanes.join()
         except Exception as error:
@@ -302,15 +305,6 @@ class Captured:
 
 def _on_gpus() -> list[Runtime]:
     return [runtime for runtime in RUNTIMES.values() if runtime.device.type == "cuda"]
-
-
-def _phases_of(runtimes: list[Runtime]) -> list[int]:
-    return [runtime.engine.phases for runtime in runtimes]
-
-
-def _that_ran(runtimes: list[Runtime], phases: list[int]) -> list[Runtime]:
-    """Those whose models have run since they had so many phases."""
-    return [runtime for runtime, before in zip(runtimes, phases, strict=True) if runtime.engine.phases > before]
 
 
 def _release_all() -> None:
