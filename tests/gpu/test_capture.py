@@ -151,6 +151,31 @@ def test_gradients_do_not_lie_in_the_graph_and_beside_it() -> None:
         run_on_cards(WORLD, count_memory, folder)
 
 
+def run_out(rank: int, folder: str) -> None:
+    """Rank 0 has more batches than the other: the last steps are means over one rank."""
+    take_card(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    ends = []
+    for captures in (False, True):
+        training = Training("c10d")
+        call = training.call if captures else training.step
+        for _ in range(2):  # epochs
+            for number in lamina.even(range(6 if rank else 9)):
+                call(torch.full((8, 16), (number + rank) / 9, device="cuda"))
+        assert not captures or training.call.graph is not None
+        ends.append([p.local.clone() for p in training.model.parameters()])
+    for eager, captured in zip(*ends, strict=True):
+        torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-6)
+    dist.destroy_process_group()
+
+
+def test_batches_that_some_ranks_do_not_have() -> None:
+    if WORLD < 2:
+        pytest.skip("one rank has all batches")
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_cards(WORLD, run_out, folder)
+
+
 def end_with_a_graph(rank: int, folder: str, transport: str) -> None:
     take_card(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)

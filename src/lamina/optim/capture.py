@@ -112,6 +112,8 @@ class Captured:
             _make_no_room()
         if self.graph is None and self.calls <= EAGER_CALLS:
             return self._run_eagerly(args, kwargs)
+        if self._are_uneven():
+            return self._run_beside(args, kwargs)
         leaves, form = pytree.tree_flatten((args, kwargs))
         with self._lock:
             if self.graph is None:
@@ -175,6 +177,18 @@ class Captured:
         whole.check_end()
         self._check_rates(rates, seen)
         self._optimizers, self._runtimes = list(seen), whole.ran()
+        return result
+
+    def _are_uneven(self) -> bool:
+        """Some ranks have run out of data (`lamina.even`), and a graph holds the mean over all of them."""
+        return any(r.engine.gradients.active_ranks != r.control.world for r in self._runtimes)
+
+    def _run_beside(self, args: Any, kwargs: Any) -> Any:
+        """As it is, between two runs of a graph."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = self.step(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(self._stream)
         return result
 
     def _check_rates(self, before: dict[Optimizer, list[Any]], seen: dict[Optimizer, list[Any]]) -> None:
@@ -248,6 +262,8 @@ class Captured:
 
     def _replay(self, leaves: list[Any]) -> None:
         assert self.graph is not None
+        for runtime in self._runtimes:
+            runtime.engine.lanes.join()  # evaluations, or steps that ran as they are, may have left something there
         with torch.no_grad():
             for own, given in zip(self._inputs, leaves, strict=True):
                 if isinstance(own, Tensor):
