@@ -208,9 +208,10 @@ def test_uneven_steps_are_named_on_every_rank() -> None:
     expect_error(2, uneven_steps, error="Disagreement", contains=["rank 0", "rank 1"], timeout=15)
 
 
-def not_alike(strategy: str, transport: str, what: str) -> None:
+def not_alike(strategy: str, transport: str, what: str, is_copy: bool) -> None:
     """One rank leaves out a step, steps with another learning rate, or keeps its gradients; all go on."""
     model = sharded(strategy, transport=transport)
+    model = copy.deepcopy(model) if is_copy else model
     make = lamina.optim.AdamW if transport == "peer" else torch.optim.AdamW
     optimizer, is_mine = make(model.parameters(), lr=0.01), dist.get_rank() == 1
     for step in range(4):
@@ -223,6 +224,7 @@ def not_alike(strategy: str, transport: str, what: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize(
     ("strategy", "transport", "what", "words"),
     [
@@ -234,9 +236,11 @@ def not_alike(strategy: str, transport: str, what: str) -> None:
         ("ddp", "c10d", "clear", ["`first.weight` had a gradient on rank 1 of 2 only"]),
     ],
 )
-def test_what_ranks_do_not_do_alike_is_named(strategy: str, transport: str, what: str, words: list[str]) -> None:
+def test_what_ranks_do_not_do_alike_is_named(
+    strategy: str, transport: str, what: str, words: list[str], is_copy: bool
+) -> None:
     """They would train apart, in the same order of collectives."""
-    expect_error(2, not_alike, strategy, transport, what, error="Disagreement", contains=words, timeout=15)
+    expect_error(2, not_alike, strategy, transport, what, is_copy, error="Disagreement", contains=words, timeout=15)
 
 
 def penalty() -> float:

@@ -46,6 +46,7 @@ _SETTINGS = ("lr", "weight_decay")
 SHARES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter of a sharded model -> the model's `Share`
 COPIED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # plain parameter -> flag of the copies made of it
 BEFORE_BACKWARDS: list[Callable[[list[Any]], None]] = []  # called with its roots when the outermost backward begins,
+BEFORE_INNER_BACKWARDS: list[Callable[[list[Any]], None]] = []  # or one inside another,
 AFTER_BACKWARDS: list[Callable[[], None]] = []  # when it has ended well,
 AFTER_INNER_BACKWARDS: list[Callable[[], None]] = []  # when one inside another has,
 AFTER_FAILED_BACKWARDS: list[Callable[[], None]] = []  # and when an error has ended it
@@ -117,6 +118,13 @@ def _note_step(optimizer: torch.optim.Optimizer, params: list[Shard]) -> None:
     if share is not None and share.group is not None:
         settings = [(key, group[key]) for group in optimizer.param_groups for key in _SETTINGS if key in group]
         share.note_step(", ".join(f"{key}={value!r}" for key, value in settings if type(value) in (float, int)))
+
+
+def note_whole(param: Tensor, share: Any, copies: DirtyFlag | None) -> None:
+    """A plain parameter of a sharded model; `copies`: the flag of those that are made of it."""
+    SHARES[param] = share
+    if copies is not None:
+        COPIED[param] = copies
 
 
 def leave_states(optimizer: torch.optim.Optimizer) -> None:
@@ -223,15 +231,15 @@ def _guarded(function: Any, inputs_at: int, accumulates: bool) -> Any:
             outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
             _refuse_unreached(function.__name__, outputs, inputs)
         is_first = torch._C._current_graph_task_id() == -1
-        is_outermost = accumulates and is_first
         watch_waiting()
         captures, Captures.now = Captures.now, not accumulates
         if is_first:
             _threads_in_backward.add(threading.get_ident())
             _Outermost.accumulates = accumulates
+        before = BEFORE_BACKWARDS if is_first else BEFORE_INNER_BACKWARDS
         after = AFTER_BACKWARDS if is_first else AFTER_INNER_BACKWARDS
         try:
-            for begin in BEFORE_BACKWARDS if is_outermost else ():
+            for begin in before if accumulates else ():
                 begin(_several(args[0] if args else kwargs["tensors"]))
             found = function(*args, **kwargs)
             for end in after if _Outermost.accumulates else ():

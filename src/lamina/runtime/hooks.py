@@ -291,6 +291,8 @@ class ModuleHooks:
         closed = next(_moments)
         if escaped:
             self._begin_inside(escaped)
+        if frame.owns_phase and engine.newcomers is not None:
+            engine.newcomers.unregistered.look(nodes, tensors, frame.first_node, frame.inputs, frame.tensors)
         made = range(frame.first_node, next_node())
         ends, begins = hooks_of(frame.inputs, engine.reference), hooks_of(nodes, engine.reference)
         are_beside = any_beside(frame.tensors, tensors, ends, begins)

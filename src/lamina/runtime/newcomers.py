@@ -8,50 +8,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from lamina.errors import ParameterChanged
+from lamina.runtime import registrations
 from lamina.runtime.unit import Unit
-
-
-class _Registrations:
-    count = 0
-    is_counting = False
-
-
-def _note(*_: Any) -> None:
-    _Registrations.count += 1
-
-
-def _count() -> None:
-    if not _Registrations.is_counting:
-        _Registrations.is_counting = True
-        register_module_parameter_registration_hook(_note)
-        register_module_module_registration_hook(_note)
+from lamina.runtime.unregistered import Unregistered
 
 
 class Newcomers:
     """What one sharded model holds beside the parameters of its units."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        _count()
+        registrations.count_from_here()
         self.model, self.units = weakref.ref(model), units
         self.owned = frozenset(id(param) for unit in units for param in unit.params)
         self.seen = -1  # registrations in the process when this last looked
         self.others: list[tuple[str, nn.Parameter]] = []
+        self.unregistered = Unregistered(model)
 
     def check(self) -> None:
         """Before a root forward: raise for a parameter in no unit that wants a gradient."""
         model = self.model()
-        if self.seen != _Registrations.count and model is not None:
-            self.seen = _Registrations.count
+        if self.seen != registrations.count() and model is not None:
+            self.seen = registrations.count()
+            self.unregistered.walk_next_forwards()
             for unit in self.units:  # what stands where one of theirs stood is named as that
                 unit.window.check()
             self.others = [(name, p) for name, p in model.named_parameters() if id(p) not in self.owned]

@@ -31,7 +31,7 @@ from lamina.core.lanes import Lanes
 from lamina.core.layout import ParamSpec, UnitLayout
 from lamina.core.mesh import DataMesh
 from lamina.core.parameter_loops import requirements_of
-from lamina.core.shard_optim import COPIED, SHARES
+from lamina.core.shard_optim import note_whole
 from lamina.core.shard_spec import DirtyFlag, ShardSpec
 from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
@@ -172,6 +172,8 @@ class Unit:
         for position, param in enumerate(self.params):
             if isinstance(param, Shard):
                 param.spec = self._owned(position, param.spec)
+            else:
+                note_whole(param, self.mesh.share, None if self.plain else self.dirty)
         self._make_published()
         self.re_home()
 
@@ -186,9 +188,7 @@ class Unit:
         param = self.params[position]
         factors = self.mesh.factors
         if not factors.uses_shards:
-            SHARES[param] = self.mesh.share
-            if not self.plain:
-                COPIED[param] = self.dirty
+            note_whole(param, self.mesh.share, None if self.plain else self.dirty)
             if param.data_ptr() != local.data_ptr() or param.dtype is not local.dtype:  # empty ones have no address
                 give_memory(param, local.view(spec.shape))
             return
