@@ -39,6 +39,7 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"this {type(model).__name__} is not sharded: call lamina.shard() on it first, and "
             "pass the module that it returned"
         )
+    _refuse_half_changed(runtime)
     if runtime.engine.is_stale():
         runtime.engine.close_failed()
     return runtime
@@ -47,7 +48,15 @@ def runtime_of(model: nn.Module) -> Runtime:
 def runtimes_with(params: Sequence[Tensor]) -> list[Runtime]:
     """Runtimes that own any of the parameters."""
     wanted = {id(p) for p in params}
-    return [r for r in list(RUNTIMES.values()) if any(id(p) in wanted for unit in r.units for p in unit.params)]
+    found = [r for r in list(RUNTIMES.values()) if any(id(p) in wanted for unit in r.units for p in unit.params)]
+    for runtime in found:
+        _refuse_half_changed(runtime)
+    return found
+
+
+def _refuse_half_changed(runtime: Runtime) -> None:
+    if runtime.refusal:
+        raise StateError(runtime.refusal)
 
 
 @uncompiled

@@ -8,7 +8,8 @@ units' parameters, masters, gradients and slots stay the objects that they are, 
 Note [Adoption]
     1. It happens between steps: no use is open, no graph alive, no sum unfinished: nothing points into the old
        engine.
-    2. Everything that can be refused is refused, on all ranks alike, before the first object is changed.
+    2. Everything that can be refused is refused, on all ranks alike, before the first object is changed. What an error
+       ends after that is refused from then on: half_changed.py.
     3. All units that were ever adopted share one arena beside the first one, packed by the same rules.
 """
 
@@ -31,6 +32,7 @@ from lamina.runtime.agreement import agreeing, check_same_text, check_start_weig
 from lamina.runtime.api import STARTS, move_buffers, widen
 from lamina.runtime.assemble import Runtime, build_units, encloses_another, place_slots
 from lamina.runtime.copies import let_hooks_know
+from lamina.runtime.half_changed import changing
 from lamina.runtime.hooks import ModuleHooks, add_entry_point
 from lamina.runtime.materialise import InitRecord, check_sources, materialise, materialise_buffers
 from lamina.runtime.precision import computes_wide
@@ -62,6 +64,7 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
         StateError: between a forward and its backward, or inside a scope (accumulate, keep, gathered, trace).
         UnitError: a sharded parameter was taken away from the module whose forward gathers it.
         Disagreement: ranks add different parameters, or other values. Nothing has been changed in any of these cases.
+        StateError: memory ran out in the middle, say. The model is then of no use any more, and says so, on all ranks.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"lamina.adopt() takes a sharded model and a module of it, not a {type(model).__name__}")
@@ -78,7 +81,8 @@ def adopt(model: nn.Module, submodule: nn.Module, start: str = "check") -> list[
         seed = control.exchange([torch.initial_seed() % 2**62])[0][0]
         records = together(control, lambda: _materialise(model, additions, mesh.device, seed))
         peers, names = _open_peers(runtime, additions), additions.renamed()
-        taken = _take_in(runtime, model, additions, peers, seed, start == "broadcast" and mesh.world > 1)
+        with changing(runtime, "lamina.adopt()"):
+            taken = _take_in(runtime, model, additions, peers, seed, start == "broadcast" and mesh.world > 1)
         records += tuple(record for record in taken if record.name not in {each.name for each in records})
         kept = (replace(record, name=names.get(record.name, record.name)) for record in runtime.records)
         runtime.records = (*kept, *records)
@@ -122,15 +126,16 @@ def _refuse_moment(runtime: Runtime) -> None:
 
 
 def _materialise(model: nn.Module, additions: Additions, device: torch.device, seed: int) -> tuple[InitRecord, ...]:
-    """Give new parameters on meta their values, as whole tensors; the only change to them that a refusal may follow."""
+    """Give what is new on meta its values, as whole tensors; the only change that a refusal may follow."""
     missing = [(name, param) for name, param in additions.parameters.items() if param.is_meta]
-    if not missing:
-        return ()
-    check_sources(model, missing)
-    made = materialise(model, missing, device, seed)
-    for name, param in missing:
-        give_memory(param, made.values[name].contiguous())
-    return made.records
+    records: tuple[InitRecord, ...] = ()
+    if missing:
+        check_sources(model, missing)
+        made = materialise(model, missing, device, seed)
+        for name, param in missing:
+            give_memory(param, made.values[name].contiguous())
+        records = made.records
+    return records + materialise_buffers(model, device, seed)
 
 
 def _open_peers(runtime: Runtime, additions: Additions) -> Peers | SymmetricPeers | None:
@@ -158,7 +163,6 @@ def _take_in(
     places = _places(runtime)
     made, records = build_units(model, additions.blueprint, runtime.device, seed, broadcast)
     _wrap_new_modules(runtime, model, additions)
-    records += materialise_buffers(model, runtime.device, seed)
     move_buffers(model, runtime.device)
     for each in additions.standing:
         each.unit.stand_at(each.plan, each.layout, each.entries, each.gone)

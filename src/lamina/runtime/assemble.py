@@ -70,6 +70,7 @@ class Runtime:
     late_note: str = ""  # why it was not when the model was sharded, and may yet be: see late_peers.py
     adopted: tuple[Unit, ...] = ()  # units that `adopt()` has made: their slots lie in an arena of their own
     adopted_arena: Tensor | None = None  # uint8
+    refusal: str = ""  # why the model is of no use any more: see half_changed.py
 
     @property
     def device(self) -> torch.device:

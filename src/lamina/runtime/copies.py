@@ -40,6 +40,8 @@ class CopiedHooks:
 
     def open(self, module: nn.Module, entry: str, call: FrameType) -> None:
         """The first forward of the copy begins."""
+        if self.original.refusal:
+            raise StateError(self.original.refusal)
         self._check_root(module)
         revive(module, self.original)
         self.live = RUNTIMES[module].hooks[""]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lamina.errors import ParameterChanged
+from lamina.errors import ParameterChanged, StateError
 from lamina.runtime import registrations
 from lamina.runtime.unit import Unit
 from lamina.runtime.unregistered import Unregistered
@@ -21,9 +21,10 @@ from lamina.runtime.unregistered import Unregistered
 class Newcomers:
     """What one sharded model holds beside the parameters of its units."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], refusal: str = "") -> None:
+        """`refusal`: why nothing is to be computed with the model."""
         registrations.count_from_here()
-        self.model, self.units = weakref.ref(model), units
+        self.model, self.units, self.refusal = weakref.ref(model), units, refusal
         self.owned = frozenset(id(param) for unit in units for param in unit.params)
         self.seen = -1  # registrations in the process when this last looked
         self.others: list[tuple[str, nn.Parameter]] = []
@@ -31,6 +32,8 @@ class Newcomers:
 
     def check(self) -> None:
         """Before a root forward: raise for a parameter in no unit that wants a gradient."""
+        if self.refusal:
+            raise StateError(self.refusal)
         model = self.model()
         if self.seen != registrations.count() and model is not None:
             self.seen = registrations.count()
