@@ -200,6 +200,36 @@ def part_only(model: nn.Module, x: Tensor) -> Tensor:
     return x.pow(2).mean()
 
 
+class Tied(nn.Module):
+    """A body that looks words up in a table, whose weight is the head's too; scripts call one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Chain(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)))
+        self.body.table, self.body.last = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body.register_forward_pre_hook(lambda body, args: (body.table(args[0]),))
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.body.table.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.body(words))
+
+
+def words_of(x: Tensor) -> Tensor:
+    return x.abs().mul(3).long() % 7
+
+
+def by_parts(model: nn.Module, x: Tensor) -> Tensor:
+    return model.head(model.body(words_of(x))).pow(2).mean()
+
+
+def by_parts_and_whole(model: nn.Module, x: Tensor) -> Tensor:
+    return by_parts(model, x) + model(words_of(x + 1)).pow(2).mean()
+
+
+TIED_UNITS = ("body.blocks.*", ["body.table", "head"], "body")
+
+
 def auto_cast(model: nn.Module, x: Tensor) -> Tensor:
     """autocast keeps copies of weights while its scope lasts: two forwards inside one."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -239,6 +269,8 @@ CASES: dict[str, Case] = {
     ),
     "two calls, one loss": Case(blocks_of_linears, two_calls),
     "parts past the root": Case(blocks_of_linears, part_only),
+    "parts of a tied model": Case(Tied, by_parts, TIED_UNITS, steps=3),
+    "parts of a tied model, and all of it": Case(Tied, by_parts_and_whole, TIED_UNITS, steps=3),
     "autocast": Case(blocks_of_linears, auto_cast, dtype=torch.float32),
 }
 

@@ -48,7 +48,8 @@ def cure_of(name: str, frame: FrameType | None) -> str:
     if not methods:
         return (
             f"{called}: call the model itself, or a method of it that does what you do here and that "
-            "lamina.shard(..., entry_points=) names. For values without gradients `with lamina.gathered(module):` "
+            "lamina.shard(..., entry_points=) names; or let the modules that you call be units, those of a tied weight "
+            "one: units=[..., ['embedding', 'head']]. For values without gradients `with lamina.gathered(module):` "
             "around it is enough (collective)."
         )
     method = methods[-1]
