@@ -39,14 +39,19 @@ class LaminaTrainer:
         self.accelerator.prepare_model = lambda model, **_: prepare(model, device_placement=False, evaluation_mode=True)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with lamina.accumulate(model, last=self.accelerator.sync_gradients):
+        with lamina.accumulate(self.model, last=self.accelerator.sync_gradients):  # `model` may be compiled, around it
             return super().training_step(model, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` reads; every rank writes its part."""
-        lamina.export(output_dir or self.args.output_dir, self.model)
-        if self.processing_class is not None and self.args.should_save:
-            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
+        """A folder that `from_pretrained` reads, or more in one; every rank writes its part."""
+        folder = Path(output_dir or self.args.output_dir)
+        lamina.export(folder / "export", self.model)  # of its own: the Trainer writes where other things lie, too
+        if self.args.should_save:
+            for file in (folder / "export").iterdir():
+                file.replace(folder / file.name)
+            (folder / "export").rmdir()
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
@@ -115,6 +120,7 @@ def train(options: argparse.Namespace) -> list[float]:
         model, arguments, train_dataset=rows, processing_class=tokenizer, sharding={"strategy": options.strategy}
     )
     trainer.train(resume_from_checkpoint=options.resume or None)
+    trainer.save_model()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 

@@ -152,8 +152,10 @@ def test_the_trainer_trains_a_sharded_model_as_it_does_one_process(tmp_path: Pat
         assert resumed == whole, "the two steps before come from the checkpoint's log"
         assert "model.safetensors" in names and "lamina" in names and "optimizer.pt" not in names
     exported = LlamaForCausalLM.from_pretrained(tmp_path / "two" / "checkpoint-2")
+    last = LlamaForCausalLM.from_pretrained(tmp_path / "two")  # beside the checkpoints, over that of the first run
     reference = LlamaForCausalLM.from_pretrained(tmp_path / "two" / "aside")
     assert not torch.equal(exported.lm_head.weight, reference.lm_head.weight), "two more steps"
+    torch.testing.assert_close(last.lm_head.weight, reference.lm_head.weight)
 
 
 def test_the_mixin_is_short_and_asks_nothing_private_of_lamina() -> None:

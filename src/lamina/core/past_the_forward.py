@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lamina.core.shard_tensor import Shard
 
@@ -25,8 +26,21 @@ _Call = tuple[nn.Module, str]  # a module and the name of the function whose `se
 
 
 def cure_of(name: str, frame: FrameType | None) -> str:
-    """What to type where a module is being called that has the parameter; "" where none is."""
+    """What to type where a module is being called that has the parameter, or a framework at work; "" where none is."""
+    optimizer = _optimizer_of(frame)
+    if optimizer is not None:
+        return (
+            f"`{type(optimizer).__name__}` does not step element by element. Use an optimizer that does, such as "
+            "`torch.optim.AdamW` or `lamina.optim.AdamW`, or keep parameters whole with "
+            'lamina.shard(..., strategy="ddp").'
+        )
     calls = list(_calls(frame))
+    if any(isinstance(module, DistributedDataParallel) and function == "__init__" for module, function in calls):
+        return (
+            "torch's DistributedDataParallel is being put around the sharded model, which averages gradients itself. "
+            "Leave it out, whoever put it there (you, Accelerate's `prepare`, transformers' Trainer, Lightning's "
+            'strategy="ddp"): docs/programs-of-others.md says how.'
+        )
     owner = next((m for m, function in calls if _computes(function) and _has(m._parameters.values(), name)), None)
     if owner is None:
         return ""
@@ -57,6 +71,20 @@ def cure_of(name: str, frame: FrameType | None) -> str:
         f"{called}: `{type(model).__name__}.{method}` leads past it. If that is the model's own method, type "
         f"lamina.shard(..., entry_points=({method!r},)){_also(model, method)}."
     )
+
+
+def _optimizer_of(frame: FrameType | None) -> torch.optim.Optimizer | None:
+    """Whose step is at work with the parameter; not where it has called a closure, which is the user's own."""
+    inside = []
+    while frame is not None:
+        actor = frame.f_locals.get("self")
+        if isinstance(actor, nn.Module):
+            return None
+        if isinstance(actor, torch.optim.Optimizer) and frame.f_code.co_name == "step":
+            return None if _code_of(frame.f_locals.get("closure")) in inside else actor
+        inside.append(frame.f_code)
+        frame = frame.f_back
+    return None
 
 
 def _calls(frame: FrameType | None) -> Iterable[_Call]:

@@ -269,7 +269,7 @@ def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if type(target) is not Shard:
-        refuse(func, (source, target), kwargs, "a plain tensor cannot take the elements of other ranks")
+        refuse(func, (source, target), kwargs, INTO_PLAIN)
     spec = target.spec
     target.local.copy_(local_of(source, spec, func, args), *args[2:], **kwargs)
     mark(spec)

@@ -17,6 +17,11 @@ from lamina.runtime.agreement import checksum
 from lamina.runtime.assemble import RUNTIMES, Runtime
 from lamina.runtime.failed_backward import close_stale
 
+_OTHER_PARAMETERS = (
+    "Add and remove weight norms, other parametrizations and pruning before lamina.shard(), or in a plain copy that "
+    "takes the `state_dict()` of the model inside gathered()"
+)
+
 
 def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model."""
@@ -106,19 +111,43 @@ def _module_gathered(module: nn.Module, write: bool) -> Iterator[None]:
         for name, p in m._parameters.items()
         if isinstance(p, nn.Parameter)
     ]
+    buffers = [(m, frozenset(m._buffers)) for m in module.modules()]
     params = list({id(p): p for _, _, p in places}.values())
     fulls = {id(p): full_value(p) for p in params}
     for parameters, name, p in places:
         parameters[name] = fulls[id(p)]  # type: ignore[assignment]
     try:
         yield
-        replaced = [n for d, n, p in places if d[n] is not fulls[id(p)]]
-        if replaced:
-            raise StateError(f"`{replaced[0]}` was replaced inside gathered(): edit it in place, `p.copy_(new)`")
+        replaced = [(d, n) for d, n, p in places if d.get(n) is not fulls[id(p)]]
+        for parameters, name in replaced:
+            how = "replaced" if name in parameters else "deleted"
+            raise StateError(
+                f"`{name}` was {how} inside gathered(): edit it in place, `p.copy_(new)`. {_OTHER_PARAMETERS}"
+            )
+        _refuse_buffers_for_parameters(module, buffers)
     finally:
         for parameters, name, p in places:
             parameters[name] = p
     _settle(params, [fulls[id(p)] for p in params], write)
+
+
+def _refuse_buffers_for_parameters(module: nn.Module, before: Sequence[tuple[nn.Module, frozenset[str]]]) -> None:
+    """Raise where values of parameters have become buffers, which no step would train.
+
+    So does `remove_parametrizations`: the module that held the parameters goes, and what it computed stays.
+    """
+    names = {m: name for name, m in module.named_modules()}
+    left = [m for m, _ in before if m not in names and any(True for _ in m.parameters())]
+    if not left:
+        return
+    for owner, had in before:
+        for key, buffer in owner._buffers.items():
+            if owner in names and key not in had and buffer is not None and buffer.is_floating_point():
+                place = f"{names[owner]}.{key}".lstrip(".")
+                raise StateError(
+                    f"`{place}` became a buffer inside gathered(), where a {type(left[0]).__name__} left the model "
+                    f"with its parameters: it would not train. {_OTHER_PARAMETERS}"
+                )
 
 
 def full_value(param: Tensor) -> Tensor:

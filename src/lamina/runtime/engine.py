@@ -9,12 +9,10 @@ Note [One order]
        gathered all the same and reduced with zeros.
     2. A use in another order is right as long as its weights are there. If they are not, the rest of the program is
        issued and the ranks agree what comes more; ranks that do not come to that agreement are named.
-    3. Between two root forwards nothing stays gathered but what is resident by plan; whatever a failed step left behind
-       is cleared by the next root forward.
+    3. Between two root forwards only what is resident by plan stays gathered; the next clears what a failed step left.
     4. Where gathers are one-sided (nobody else takes part), only reductions are collectives: gathers in the program are
        hints to prefetch, and a missing one is made on the spot.
-    5. A rank that needs more than the program holds finds the others at its end, if they meet there: see Note [Ends]
-       in programs.py.
+    5. A rank that needs more than the program holds meets the others at its end: see Note [Ends] in programs.py.
 """
 
 from __future__ import annotations
@@ -44,6 +42,7 @@ from lamina.runtime.reducing import Reducer
 from lamina.runtime.residency import Residency
 from lamina.runtime.unit import Unit
 from lamina.runtime.uses import Use, end_others
+from lamina.runtime.wrappers import refuse_averaging_twice
 
 _forwards = itertools.count(1)
 
@@ -82,6 +81,7 @@ class Engine:
         """A root forward begins: clear what an earlier step left, drop weights that may be stale."""
         self.close_failed()
         self.last_forward = next(_forwards)
+        refuse_averaging_twice(self.units)
         if self.newcomers is not None:
             self.newcomers.check()
         self._drop_stale()

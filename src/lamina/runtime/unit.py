@@ -36,6 +36,7 @@ from lamina.core.shard_spec import DirtyFlag, ShardSpec
 from lamina.core.shard_tensor import OWN_ATTRIBUTES, Shard, convert_
 from lamina.core.slots import WEIGHTY, Slot
 from lamina.errors import ParameterChanged, StateError
+from lamina.runtime.changed_forms import refuse_changed_forms
 from lamina.runtime.halved import HalvedMaster, HalvedPlace
 from lamina.runtime.halving import Halving
 from lamina.runtime.outside import listen, receive
@@ -390,17 +391,7 @@ class Unit:
         """Raise if a parameter was cast or moved; take back values of Shards that were given other memory."""
         if self._untouched():
             return
-        for param, spec in zip(self.params, self.layout.params, strict=True):
-            if param.dtype is not spec.master:
-                raise ParameterChanged(
-                    f"`{spec.name}` was cast from {spec.master} to {param.dtype} after lamina.shard(): cast the model "
-                    "before it, or use precision="
-                )
-            if param.device != self.mesh.device:
-                raise ParameterChanged(
-                    f"`{spec.name}` was moved from {self.mesh.device} to {param.device} after lamina.shard(): move the "
-                    "model before it"
-                )
+        refuse_changed_forms(self.params, self.layout.params, self.mesh.device, self.communicates)
         if self.communicates:  # else somebody may keep what lies in their places: they are read where they are
             self.re_home()
 
@@ -408,7 +399,10 @@ class Unit:
         """The quick look: the same tensor objects as when the masters were made."""
         if not self.communicates:
             return self._in_place()
-        return all(map(is_, map(_local_of, self.params), self.locals))
+        try:
+            return all(map(is_, map(_local_of, self.params), self.locals))
+        except AttributeError:  # one is no Shard any more
+            return False
 
     def _in_place(self) -> bool:
         """Of parameters that are plain: each still lies in its master."""
