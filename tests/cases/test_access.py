@@ -21,7 +21,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lamina
-from cases.training import TOLERANCE, WIDTH, batch_of
+from cases.training import TOLERANCE, WIDTH, Way, batch_of
+from cases.training import WAYS as CASE_WAYS
 from harness import expect_error, run_ranks
 from parity.reference import gradient_deviation, parameter_deviation
 from parity.structures import Chain
@@ -68,6 +69,106 @@ def averages(strategy: str, transport: str) -> float:
 @pytest.mark.parametrize(("strategy", "transport"), WAYS)
 def test_moving_averages(strategy: str, transport: str) -> None:
     assert max(run_ranks(2, averages, strategy, transport)) <= TOLERANCE
+
+
+def plain_copies(way: Way) -> float:
+    """Copies made while gathered are plain modules: whole, without ranks, also parts of them and copies of copies."""
+    plain, model = seeded(encoding), seeded(encoding)
+    lamina.shard(
+        model, way.strategy, units=["blocks.*"], transport=way.transport, slots=way.slots, entry_points=("encode",)
+    )
+    train((plain, model), 0)
+    with lamina.gathered(model):
+        whole, part = copy.deepcopy(model), copy.deepcopy(model.blocks[0])
+        twin = copy.deepcopy(model)
+    then = copy.deepcopy(plain)
+    train((plain, model), 1)
+    x, worst = batch_of(0, 9), 0.0
+    calls: list[Callable[[nn.Module], Tensor]] = [
+        lambda m: m.encode(x),  # type: ignore[operator]
+        lambda m: m.blocks[0](x),  # type: ignore[index, operator]
+        lambda m: m(x),
+    ]
+    if dist.get_rank() == 0:  # nobody else is needed
+        for order in (calls, calls[::-1]):
+            for call in order:
+                again = copy.deepcopy(twin)
+                worst = max(worst, *((call(each) - call(then)).abs().max().item() for each in (whole, again)))
+            whole = copy.deepcopy(twin)
+        worst = max(worst, (part(x) - then.blocks[0](x)).abs().max().item())  # type: ignore[index, operator]
+        optimizer = torch.optim.SGD(twin.requires_grad_(True).parameters(), lr=0.1)  # before its first forward
+        for each in (twin, then):
+            each(x).sum().backward()
+        worst = max(worst, gradient_deviation(twin, grads(then)))
+        optimizer.step()
+        torch.optim.SGD(then.parameters(), lr=0.1).step()
+        worst = max(worst, (twin(x) - then(x)).abs().max().item())
+        assert all(type(param) is nn.Parameter for param in twin.float().parameters())
+    train((plain, model), 2)
+    return max(worst, parameter_deviation(model, values(plain)))
+
+
+@pytest.mark.parametrize("way", CASE_WAYS)
+def test_copies_made_while_gathered_are_plain(way: Way) -> None:
+    assert max(run_ranks(2, plain_copies, way)) <= TOLERANCE
+
+
+def sharded_anew(way: Way) -> float:
+    """A plain copy, and a part of one in a new model, sharded before they were ever called."""
+    plain, model = seeded(encoding), seeded(encoding)
+    lamina.shard(model, way.strategy, units=["blocks.*"], transport=way.transport, slots=way.slots)
+    with lamina.gathered(model):
+        whole, block = copy.deepcopy(model), copy.deepcopy(model.blocks[1])
+    whole.requires_grad_(True)
+    others = seeded(linears), seeded(linears)
+    others[0].blocks[0] = copy.deepcopy(plain.blocks[1])  # type: ignore[index, operator]
+    others[1].blocks[0] = block.requires_grad_(True)  # type: ignore[index, operator]
+    pairs = [(copy.deepcopy(plain), whole), others]
+    worst = 0.0
+    for reference, own in pairs:
+        lamina.shard(own, way.strategy, units=["blocks.*"], transport=way.transport, slots=way.slots)
+        for step in range(2):
+            train((reference, own), step)
+        worst = max(worst, parameter_deviation(own, values(reference)))
+    return max(worst, parameter_deviation(model, values(plain)))
+
+
+@pytest.mark.parametrize("way", CASE_WAYS)
+def test_copies_made_while_gathered_are_sharded_anew(way: Way) -> None:
+    assert max(run_ranks(2, sharded_anew, way)) <= TOLERANCE
+
+
+def grown(way: Way) -> float:
+    """The last block once more, as models are made deeper in training."""
+    plain, model = seeded(linears), seeded(linears)
+    lamina.shard(model, way.strategy, units=["blocks.*"], transport=way.transport, slots=way.slots)
+    train((plain, model), 0)
+    plain.blocks.append(copy.deepcopy(plain.blocks[-1]))  # type: ignore[index, operator, union-attr]
+    with lamina.gathered(model):
+        block = copy.deepcopy(model.blocks[-1])  # type: ignore[index]
+    model.blocks.append(block.requires_grad_(True))  # type: ignore[operator, union-attr]
+    lamina.adopt(model, model.blocks[-1])  # type: ignore[index]
+    for step in range(1, 3):
+        train((plain, model), step)
+    return parameter_deviation(model, values(plain))
+
+
+@pytest.mark.parametrize("way", CASE_WAYS)
+def test_copies_made_while_gathered_are_adopted(way: Way) -> None:
+    assert max(run_ranks(2, grown, way)) <= TOLERANCE
+
+
+def copy_called_while_gathered() -> None:
+    twin = copy.deepcopy(sharded())
+    with lamina.gathered(twin):
+        twin(batch_of(0, 0))
+
+
+def copied_half_gathered() -> None:
+    model = sharded()
+    with lamina.gathered(model.blocks[0]):
+        half = copy.deepcopy(model)
+    half(batch_of(0, 0))
 
 
 class Encoding(Chain):
@@ -321,6 +422,8 @@ NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     new_parameter: ("ParameterChanged", ["blocks.0.gate"]),
     thawed_newcomer: ("ParameterChanged", ["extra.weight"]),
     ignored_but_thawed: ("ParameterChanged", ["last.weight", "ignored"]),
+    copy_called_while_gathered: ("StateError", ["Chain", "call it once before"]),
+    copied_half_gathered: ("StateError", ["Chain", "while a part of the model was gathered"]),
     newcomer_of_a_copy: ("ParameterChanged", ["extra.weight"]),
     torch_ddp_around: ("ShardOpError", ["first.weight"]),
     torch_ddp_inside: ("StateError", ["first.weight"]),

@@ -17,6 +17,7 @@ from lamina.runtime.agreement import checksum
 from lamina.runtime.assemble import RUNTIMES, Runtime
 from lamina.runtime.failed_backward import close_stale
 
+LENT: set[int] = set()  # ids of the full tensors that stand in modules now, inside `gathered(module)`
 _OTHER_PARAMETERS = (
     "Add and remove weight norms, other parametrizations and pruning before lamina.shard(), or in a plain copy that "
     "takes the `state_dict()` of the model inside gathered()"
@@ -114,6 +115,8 @@ def _module_gathered(module: nn.Module, write: bool) -> Iterator[None]:
     buffers = [(m, frozenset(m._buffers)) for m in module.modules()]
     params = list({id(p): p for _, _, p in places}.values())
     fulls = {id(p): full_value(p) for p in params}
+    lent = {id(full) for full in fulls.values()}
+    LENT.update(lent)
     for parameters, name, p in places:
         parameters[name] = fulls[id(p)]  # type: ignore[assignment]
     try:
@@ -126,6 +129,7 @@ def _module_gathered(module: nn.Module, write: bool) -> Iterator[None]:
             )
         _refuse_buffers_for_parameters(module, buffers)
     finally:
+        LENT.difference_update(lent)
         for parameters, name, p in places:
             parameters[name] = p
     _settle(params, [fulls[id(p)] for p in params], write)

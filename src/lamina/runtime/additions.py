@@ -26,7 +26,7 @@ from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError, UnitError, UsageError
 from lamina.runtime.assemble import RUNTIMES, Blueprint, Runtime, draw_blueprint
 from lamina.runtime.auto_units import ENOUGH
-from lamina.runtime.copies import CopiedHooks
+from lamina.runtime.copies import has_placeholders, make_plain
 from lamina.runtime.materialise import check_sources
 from lamina.runtime.module_graph import ModuleGraph, has_forward, within
 from lamina.runtime.newcomers import module_expression
@@ -110,6 +110,7 @@ def _new_parameters(runtime: Runtime, graph: ModuleGraph, submodule: nn.Module) 
             f"lamina.adopt(): this {title} is no module of the model: register it first, such as `model.adapter = "
             "adapter`, and then adopt it"
         )
+    make_plain(submodule)
     for name, param in graph.parameters.items():
         if not isinstance(param, nn.Parameter):
             raise StateError(f"lamina.adopt() inside lamina.gathered() (`{name}` is whole there): leave it first")
@@ -136,7 +137,7 @@ def _refuse_sharded(runtime: Runtime, submodule: nn.Module, new: dict[str, nn.Pa
     for inner in submodule.modules():
         if inner in RUNTIMES and RUNTIMES[inner] is not runtime:
             raise StateError(f"lamina.adopt(): a {type(inner).__name__} in it is sharded by itself: {cure}")
-        if any(isinstance(getattr(hook, "__self__", None), CopiedHooks) for hook in inner._forward_pre_hooks.values()):
+        if has_placeholders(inner):
             raise StateError(
                 f"lamina.adopt(): a {type(inner).__name__} in it was copied out of a sharded model, and is not whole "
                 f"without it: {cure}"

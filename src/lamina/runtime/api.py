@@ -30,7 +30,7 @@ from lamina.runtime.assemble import (
     register_hooks,
 )
 from lamina.runtime.computed_weights import let_go_of_computed_weights
-from lamina.runtime.copies import let_hooks_know
+from lamina.runtime.copies import let_hooks_know, make_plain
 from lamina.runtime.environment import initialise_distributed, local_cuda_device
 from lamina.runtime.failing import note_of
 from lamina.runtime.hooks import add_entry_point
@@ -246,6 +246,7 @@ def _plan(
 ) -> Blueprint:
     refuse_scripted(model)
     plans = plan_units(model, units, ignore=ignore, replicate=replicate, entry_points=entry_points)  # type: ignore[arg-type]
+    make_plain(model)
     let_go_of_computed_weights(model)
     check_sources(model, list(model.named_parameters()))
     blueprint = draw_blueprint(model, plans, data, precision, slots)

@@ -2,7 +2,8 @@
 
 A runtime cannot be copied (process groups, slots that saved tensors point into), and a copy cannot be given one while
 it is being made. So the copy's hooks are placeholders that remember the original's plans; the copy's first forward
-turns them into a runtime of its own, around the values that were copied.
+turns them into a runtime of its own, around the values that were copied. A copy that was made inside `gathered()` holds
+whole tensors: it is a plain module, and its first forward takes the placeholders off.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 
 from lamina.core.control import Control
+from lamina.core.shard_tensor import Shard
 from lamina.errors import StateError
+from lamina.runtime.access import LENT
 from lamina.runtime.assemble import RUNTIMES, Runtime, build_engine, build_units_of_copy, place_slots, register_hooks
-from lamina.runtime.hooks import ModuleHooks, add_entry_point
+from lamina.runtime.hooks import EntryPoint, ModuleHooks, add_entry_point
 from lamina.runtime.late_peers import wait_for_peers
 from lamina.runtime.newcomers import Newcomers, parameters_beside
 from lamina.runtime.publishing import open_peers
@@ -33,19 +36,25 @@ class CopiedHooks:
 
     def __init__(self, original: Runtime) -> None:
         self.original = original
-        self.live: ModuleHooks | None = None
+        self.live: ModuleHooks | _TakenOff | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedHooks:
-        return copied_hooks(self.original, memo)
+        made = copied_hooks(self.original, memo)
+        if isinstance(self.live, _TakenOff):
+            made.live = self.live
+        return made
 
     def open(self, module: nn.Module, entry: str, call: FrameType) -> None:
         """The first forward of the copy begins."""
+        make_plain(module)
+        if isinstance(self.live, _TakenOff):
+            return
         if self.original.refusal:
             raise StateError(self.original.refusal)
         self._check_root(module)
         revive(module, self.original)
-        self.live = RUNTIMES[module].hooks[""]
-        self.live.open(module, entry, call)
+        self.live = live = RUNTIMES[module].hooks[""]
+        live.open(module, entry, call)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.live, name)
@@ -58,6 +67,58 @@ class CopiedHooks:
                 "run yet: call the copied "
                 "model once before its parts"
             )
+
+
+class _TakenOff:
+    """What the call in which they were taken off still asks of hooks."""
+
+    last = compute = None
+
+    def come_last(self, module: nn.Module) -> None:
+        pass
+
+    def take_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def close(self, output: Any) -> None:
+        pass
+
+    def settle(self, module: nn.Module, args: Any, output: Any) -> None:
+        pass
+
+
+def make_plain(model: nn.Module) -> None:
+    """Take the placeholders off copies that were made inside `gathered()`: the model, or parts of it."""
+    for module in model.modules():
+        hooks = _placeholders_of(module)
+        if hooks is None or not (isinstance(hooks.live, _TakenOff) or _is_whole(module)):
+            continue
+        hooks.live = _TakenOff()
+        for each in module.modules():
+            _remove_placeholders(each)
+            for name in hooks.original.entry_points:
+                if isinstance(each.__dict__.get(name), EntryPoint):
+                    del each.__dict__[name]
+            for param in each._parameters.values():
+                if type(param) is torch.Tensor:
+                    param.__class__ = nn.Parameter  # the same object: an optimizer may hold it
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether the copy was made inside `gathered()`. Of half of it, it raises: the rest is this rank's part."""
+    params = list(module.parameters())
+    if not LENT.isdisjoint(map(id, params)):
+        raise StateError(
+            f"this {type(module).__name__} is a copy of a sharded model and runs for the first time inside "
+            "lamina.gathered(): call it once before, outside"
+        )
+    kinds = set(map(type, params))
+    if torch.Tensor in kinds and Shard in kinds:
+        raise StateError(
+            f"this {type(module).__name__} was copied while a part of the model was gathered: copy it inside "
+            "`with lamina.gathered(model):` for a plain copy, outside for a sharded one"
+        )
+    return torch.Tensor in kinds
 
 
 def copied_hooks(runtime: Runtime, memo: dict[int, Any]) -> CopiedHooks:
@@ -124,6 +185,15 @@ def next_copy() -> int:
     global _copies
     _copies += 1
     return _copies
+
+
+def has_placeholders(module: nn.Module) -> bool:
+    return _placeholders_of(module) is not None
+
+
+def _placeholders_of(module: nn.Module) -> CopiedHooks | None:
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, CopiedHooks)), None)
 
 
 def _remove_placeholders(module: nn.Module) -> None:
