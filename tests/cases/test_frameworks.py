@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
+from torch.nn.utils.fusion import fuse_linear_bn_eval
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 
@@ -110,6 +113,37 @@ def closure_past_the_forward() -> None:
     Whitening(model.parameters(), lr=0.1).step(lambda: model.first.weight @ torch.ones(WIDTH, 1).double())
 
 
+class Rounded(torch.optim.SGD):
+    """Weights of 16 bits in 32: rounded up or down by chance, as optimizers of bf16 models do without fp32 masters."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            new = (p - self.param_groups[0]["lr"] * p.grad).float()
+            bits = torch.randint_like(new, 0, 1 << 16, dtype=torch.int32).add_(new.view(torch.int32))
+            p.copy_(bits.bitwise_and_(-(1 << 16)).view(torch.float32))
+            p.view(torch.int64).bitwise_and_(-(1 << 40))
+
+
+def rounded_by_chance(way: Way) -> float:
+    plain, model = seeded(linears), seeded(linears)
+    lamina.shard(model, way.strategy, units=["blocks.*"], transport=way.transport, slots=way.slots)
+    steps = [Rounded(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for each, optimizer in zip((plain, model), steps, strict=True):
+            torch.manual_seed(step)
+            each(batch_of(0, step)).sum().backward()  # the same on each rank, so that rounding is the same
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameter_deviation(model, values(plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_steps_that_round_by_chance(world: int, way: Way) -> None:
+    assert max(run_ranks(world, rounded_by_chance, way)) <= TOLERANCE
+
+
 def average_made_before() -> None:
     model = seeded(linears)
     average = AveragedModel(model)
@@ -172,6 +206,65 @@ def swapped() -> None:
     model = sharded()
     torch.utils.swap_tensors(model.last.bias, nn.Parameter(torch.ones(3).double()))
     own_step(model)
+
+
+def steps_in_backward(strategy: str) -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # it warns of torch.jit
+
+    model = sharded(strategy)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    own_step(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_optimizers_on_nodes_of_the_backward_are_named(strategy: str) -> None:
+    words = ["first.weight", "register_post_accumulate_grad_hook"]
+    expect_error(2, steps_in_backward, strategy, error="StateError", contains=words, timeout=15)
+
+
+def step_at_once(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped_as_it_comes(way: Way) -> float:
+    """What is to be typed instead: an optimizer a parameter, which steps when its gradient is there."""
+    plain, model = seeded(linears), seeded(linears)
+    lamina.shard(model, way.strategy, units=["blocks.*"], transport=way.transport, slots=way.slots)
+    together = torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-3)
+    for param in model.parameters():
+        own = torch.optim.Adam([param], lr=0.01, eps=1e-3)
+        param.register_post_accumulate_grad_hook(functools.partial(step_at_once, own))
+    for step in range(3):
+        reference_step(plain, step)
+        together.step()
+        together.zero_grad()
+        own_step(model, step)
+    return parameter_deviation(model, values(plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_optimizers_that_step_in_the_backward(way: Way) -> None:
+    assert max(run_ranks(2, stepped_as_it_comes, way)) <= TOLERANCE
+
+
+def folded(way: Way) -> float:
+    """torch's fusion copies a layer and gives it new parameters."""
+    plain, model = (nn.Sequential(seeded(linears), nn.BatchNorm1d(3).double()).eval() for _ in range(2))
+    lamina.shard(model, way.strategy, transport=way.transport, slots=way.slots)
+    for each in (plain, model):
+        each[1].running_var.fill_(3.0)
+    with lamina.gathered(model):
+        whole = fuse_linear_bn_eval(model[0].last, model[1])
+    fused = fuse_linear_bn_eval(plain[0].last, plain[1])
+    x = batch_of(dist.get_rank(), 0)
+    worst = (whole(x) - fused(x)).abs().max().item()
+    return max(worst, (model(x) - plain(x)).abs().max().item())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_are_fused_while_gathered(way: Way) -> None:
+    assert max(run_ranks(2, folded, way)) <= TOLERANCE
 
 
 NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {

@@ -74,6 +74,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "likes": lambda x, y: torch.ones_like(x) + torch.full_like(x, 2) + torch.zeros_like(x, dtype=torch.float32),
     "atan2": lambda x, y: torch.atan2(x, y),
     "complex": lambda x, y: torch.view_as_real(torch.complex(x, y)),
+    "bits": lambda x, y: (x.view(torch.int64) & -(1 << 40)).view(torch.float64),
 }
 IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mul_": lambda x, y: x.mul_(2),
@@ -91,6 +92,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "masked_fill_": lambda x, y: x.masked_fill_(torch.ones(x.shape, dtype=torch.bool), 2.0),
     "out": lambda x, y: torch.add(y, 1, out=x),
     "data": lambda x, y: setattr(x, "data", torch.ones(x.shape, dtype=x.dtype)),
+    "bits": lambda x, y: x.view(dtype=torch.int64).bitwise_and_(-(1 << 40)),
     "foreach lerp": lambda x, y: torch._foreach_lerp_([x, x], [y, y], 0.5),
     "foreach scalars": lambda x, y: torch._foreach_mul_([x, y], [2.0, 3.0]),
     "foreach plain": lambda x, y: torch._foreach_add_([x], [torch.ones(x.shape)]),

@@ -52,7 +52,7 @@ def arguments_of_shard() -> Iterator[tuple[Callable[[], Any], str]]:
         "compute": ["bf16", torch.int8, torch.complex64, torch.float8_e4m3fn],
         "output": ["fp32", torch.int64],
         "wire": [torch.int32],
-        "master": [None, torch.float8_e4m3fn],
+        "master": [None, torch.float8_e4m3fn, torch.bfloat16, torch.float16],
         "keep": ["norm", 3, (3,)],
     }.items():
         yield from on(

@@ -315,11 +315,13 @@ def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard:
 
 @handles("view", "_unsafe_view", "reshape")
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard:
-    """A row-major view of the same elements has the same flat range, whatever its shape."""
+    """A row-major view of the same elements has the same flat range, whatever its shape or what its bits stand for."""
     source, shape = args[0], args[1]
-    if isinstance(shape, torch.dtype):
-        refuse(func, args, kwargs, "a view as another dtype has no flat range")
     spec = source.spec
+    if isinstance(shape, torch.dtype):
+        if shape.itemsize != source.dtype.itemsize:
+            refuse(func, args, kwargs, "a view as a dtype of another size has no flat range")
+        return Shard(source.local.view(shape), spec.reshaped(spec.shape))
     shape = list(shape)
     if -1 in shape:
         shape[shape.index(-1)] = spec.numel // max(math.prod(length for length in shape if length != -1), 1)

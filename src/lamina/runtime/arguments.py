@@ -58,6 +58,11 @@ def check_precision(given: Any) -> None:
             raise UsageError(
                 f"Precision({field}={dtype!r}): wanted a floating dtype of 16 bits or more, such as torch.bfloat16"
             )
+    if given.master.itemsize < 4:
+        raise UsageError(
+            f"Precision(master={given.master}): what the optimizer updates is at least float32, as gradients "
+            "are. Leave master out; compute= says what forward and backward take"
+        )
 
 
 def check_model(model: Any) -> None:

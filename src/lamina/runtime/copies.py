@@ -36,6 +36,7 @@ class CopiedHooks:
 
     def __init__(self, original: Runtime) -> None:
         self.original = original
+        self.was_gathered = bool(LENT) and _is_lent(original.model())
         self.live: ModuleHooks | _TakenOff | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedHooks:
@@ -91,7 +92,7 @@ def make_plain(model: nn.Module) -> None:
     """Take the placeholders off copies that were made inside `gathered()`: the model, or parts of it."""
     for module in model.modules():
         hooks = _placeholders_of(module)
-        if hooks is None or not (isinstance(hooks.live, _TakenOff) or _is_whole(module)):
+        if hooks is None or not (isinstance(hooks.live, _TakenOff) or _is_whole(module, hooks)):
             continue
         hooks.live = _TakenOff()
         for each in module.modules():
@@ -104,21 +105,28 @@ def make_plain(model: nn.Module) -> None:
                     param.__class__ = nn.Parameter  # the same object: an optimizer may hold it
 
 
-def _is_whole(module: nn.Module) -> bool:
-    """Whether the copy was made inside `gathered()`. Of half of it, it raises: the rest is this rank's part."""
-    params = list(module.parameters())
-    if not LENT.isdisjoint(map(id, params)):
+def _is_whole(module: nn.Module, hooks: CopiedHooks) -> bool:
+    """Whether the copy was made inside `gathered()`. Of half of it, it raises: the rest is this rank's part.
+
+    Its parameters may have been replaced since, as by torch's fusion of layers.
+    """
+    if _is_lent(module):
         raise StateError(
             f"this {type(module).__name__} is a copy of a sharded model and runs for the first time inside "
             "lamina.gathered(): call it once before, outside"
         )
-    kinds = set(map(type, params))
+    kinds = set(map(type, module.parameters()))
     if torch.Tensor in kinds and Shard in kinds:
         raise StateError(
             f"this {type(module).__name__} was copied while a part of the model was gathered: copy it inside "
             "`with lamina.gathered(model):` for a plain copy, outside for a sharded one"
         )
-    return torch.Tensor in kinds
+    return torch.Tensor in kinds or (hooks.was_gathered and Shard not in kinds)
+
+
+def _is_lent(module: nn.Module | None) -> bool:
+    """Whether `gathered()` shows its tensors in this module now."""
+    return module is not None and not LENT.isdisjoint(map(id, module.parameters()))
 
 
 def copied_hooks(runtime: Runtime, memo: dict[int, Any]) -> CopiedHooks:

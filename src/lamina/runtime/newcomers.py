@@ -16,6 +16,7 @@ from lamina.errors import ParameterChanged, StateError
 from lamina.runtime import registrations
 from lamina.runtime.unit import Unit
 from lamina.runtime.unregistered import Unregistered
+from lamina.runtime.wrappers import refuse_steps_in_backward
 
 
 class Newcomers:
@@ -38,6 +39,7 @@ class Newcomers:
         if self.seen != registrations.count() and model is not None:
             self.seen = registrations.count()
             self.unregistered.walk_next_forwards()
+            refuse_steps_in_backward(self.units)
             for unit in self.units:  # what stands where one of theirs stood is named as that
                 unit.window.check()
             self.others = [(name, p) for name, p in model.named_parameters() if id(p) not in self.owned]

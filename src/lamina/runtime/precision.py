@@ -34,7 +34,7 @@ class Precision:
             modules get wide inputs, and their outputs are cast back.
         output: dtype of the model's floating outputs; None: as they come.
         wire: dtype in which gradients travel; None: the dtype they are computed in (sums are in the master's dtype).
-        master: dtype of what the optimizer updates; wider parameters keep their own.
+        master: dtype of what the optimizer updates, at least float32; wider parameters keep theirs.
         halves: keep each fp32 master as the bf16 weight that peers read and 16 bits more: 2 bytes less an element that
             this rank owns. None: on GPUs, where peers read weights and a `lamina.optim.AdamW(max_norm=...)` updates
             all of a unit. True needs `transport="peer"` ("auto" is), and as many ranks for parameters as for optimizer

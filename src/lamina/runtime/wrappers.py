@@ -1,7 +1,8 @@
-"""torch's DistributedDataParallel around a sharded model: two that average the same gradients.
+"""What else works on the gradients of a sharded model: torch's DistributedDataParallel, and optimizers in the backward.
 
-Where ranks hold whole parameters, it takes them for its own and no operation fails. Averages of averages are right; but
-in its `no_sync()`, which frameworks enter to accumulate, and after it, each averages what the other has summed.
+Around the model the wrapper averages the same gradients. Where ranks hold whole parameters, it takes them for its own
+and no operation fails. Averages of averages are right; but in its `no_sync()`, which frameworks enter to accumulate,
+and after it, each averages what the other has summed.
 """
 
 from __future__ import annotations
@@ -28,4 +29,15 @@ def refuse_averaging_twice(units: Sequence[Unit]) -> None:
                     f"torch's DistributedDataParallel is around the sharded model and averages the gradient of "
                     f"`{spec.name}` once more. Leave it out, whoever put it there (you, Accelerate's `prepare`, "
                     "transformers' Trainer, Lightning's strategy=\"ddp\"): docs/programs-of-others.md says how"
+                )
+
+
+def refuse_steps_in_backward(units: Sequence[Unit]) -> None:
+    """`_apply_optimizer_in_backward` of torch hangs on nodes that no backward of a shard runs, or before the mean."""
+    for unit in units:
+        for param, spec in zip(unit.params, unit.layout.params, strict=True):
+            if hasattr(param, "_in_backward_optimizers"):
+                raise StateError(
+                    f"_apply_optimizer_in_backward gave `{spec.name}` an optimizer of its own, which would not see the "
+                    "gradient averaged over ranks. Type `p.register_post_accumulate_grad_hook(...)`, and step in there"
                 )
