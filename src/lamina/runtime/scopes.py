@@ -105,7 +105,9 @@ def total(count: Tensor | float) -> Tensor:
 
     With several micro-batches, give it the sum of their counts and pass the result to each `token_mean`.
     """
-    return sum_over_ranks(_count(count, "lamina.total"), "sums a count with lamina.total()")
+    runtime = _recent()
+    device = torch.device("cpu") if runtime is None else runtime.device
+    return sum_over_ranks(_count(count, device, "lamina.total"), "sums a count with lamina.total()")
 
 
 def sum_over_ranks(values: Tensor, doing: str) -> Tensor:
@@ -117,7 +119,7 @@ def sum_over_ranks(values: Tensor, doing: str) -> Tensor:
     if runtime is not None and runtime.mesh.sums is not None:
         refuse_in_fork()
         refuse_destroyed(runtime.mesh.sums)
-        values = values.to(runtime.device)
+        values = values.to(runtime.device, non_blocking=True)
         work = torch.distributed.all_reduce(values, group=runtime.mesh.sums, async_op=True)
         finish(work, values, doing)
     return values
@@ -145,7 +147,7 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
             f"lamina.token_mean() got {what} as its loss, wanted a scalar tensor: the sum over this rank's tokens "
             "(F.cross_entropy(..., reduction='sum'))"
         )
-    count = _count(token_count, "lamina.token_mean").to(loss_sum.device)
+    count = _count(token_count, loss_sum.device, "lamina.token_mean")
     shown = loss_sum.detach() / divisor(count)
     gradients = None if runtime is None else runtime.engine.gradients
     if gradients is not None and not gradients.contributes:
@@ -154,7 +156,7 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
         gradients.tokens.add(count, gradients.give_up)
         weight: Tensor | float = 1.0
     else:
-        given = None if total is None else _count(total, "lamina.token_mean").to(loss_sum.device)
+        given = None if total is None else _count(total, loss_sum.device, "lamina.token_mean")
         everything = sum_over_ranks(count, "sums tokens in lamina.token_mean()") if given is None else given
         weight = (1 if gradients is None else gradients.active_ranks) / divisor(everything.to(loss_sum.dtype))
     weighted = loss_sum * weight
@@ -165,13 +167,21 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | float, total: Tensor | fl
     return result
 
 
-def _count(given: Tensor | float, function: str) -> Tensor:
-    """A number of tokens, or the sum of their weights."""
+def _count(given: Tensor | float, device: torch.device, function: str) -> Tensor:
+    """A number of tokens, or the sum of their weights, on the device; the host does not wait for it."""
     is_number = isinstance(given, (int, float)) or (isinstance(given, Tensor) and not given.is_complex())
     count = torch.as_tensor(given).detach() if is_number else torch.empty(0)
     if count.numel() != 1 or (count.device.type == "cpu" and not bool(count >= 0)):
         raise UsageError(f"{function}() got {given!r} as a count of tokens: wanted one number, 0 or more")
-    return count
+    if count.device.type == "cpu" and device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"{function}() got {given!r} in a step that is recorded, which would keep the number of this one call: "
+                "give the function a tensor on the GPU as an argument, and pass that"
+            )
+        if not isinstance(given, Tensor):
+            return torch.full((), given, dtype=count.dtype, device=device)
+    return count.to(device, non_blocking=True)
 
 
 def _recent() -> Runtime | None:

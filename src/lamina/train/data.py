@@ -63,8 +63,13 @@ class Stream:
 
     def take(self, rows: Sequence[int], device: torch.device) -> Batch:
         starts = torch.tensor(rows)[:, None] * self.length
-        windows = self.text[starts + torch.arange(self.length + 1)].to(device).long()
+        windows = _on(device, self.text[starts + torch.arange(self.length + 1)]).long()
         return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), None, self.count(rows))
+
+
+def _on(device: torch.device, rows: Tensor) -> Tensor:
+    """A copy that the host does not wait for: else it would wait for all that the GPU has been given before."""
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 def what_to_type(size: int) -> str:
@@ -91,7 +96,7 @@ class Packed:
 
     def take(self, rows: Sequence[int], device: torch.device) -> Batch:
         chosen = list(rows)
-        parts = [part[chosen].to(device).long() for part in (self.tokens, self.labels, self.positions)]
+        parts = [_on(device, part[chosen]).long() for part in (self.tokens, self.labels, self.positions)]
         return Batch(parts[0], parts[1], parts[2], self.count(chosen))
 
 
