@@ -29,6 +29,7 @@ FAULTS = {  # and a drill that comes by it
 RECORDING = "a graph is recorded from the lanes"
 UNSEEN = {
     ("optim/capture.py", "Captured._record"): RECORDING,
+    ("optim/capture.py", "Captured._replay"): "only a graph runs behind it",
     ("runtime/gathering.py", "Gatherer.open"): RECORDING,
     ("optim/adamw.py", "AdamW._clip_factor"): f"compute has waited for all gathers, unless {RECORDING}",
     ("runtime/halved.py", "HalvedMaster.make_halves"): "the optimizer's own kernel relies on it; others ask again",
