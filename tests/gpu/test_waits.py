@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,8 +49,32 @@ def steps(rank: int, folder: str, transport: str) -> None:
     dist.destroy_process_group()
 
 
+def steps_by_torch(rank: int, folder: str, transport: str) -> None:
+    """A plain script: torch's optimizers and torch's clipping."""
+    take_card(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = lamina.shard(build().float(), units=[Block], precision="bf16", transport=transport)
+    params, data = list(model.parameters()), torch.ones(4, 16, device="cuda")
+    optimizers = [torch.optim.AdamW(params, lr=1e-3, fused=fused) for fused in (True, False)]
+    optimizers += [torch.optim.AdamW(params, lr=1e-3), torch.optim.SGD(params, lr=1e-3, momentum=0.9)]
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        model(data).pow(2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for mode in ("default", "default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        for optimizer in optimizers:
+            step(optimizer)
+    torch.cuda.set_sync_debug_mode("default")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("work", [steps, steps_by_torch])
 @pytest.mark.parametrize("transport", ["c10d", "peer"])
-def test_steps_do_not_wait(transport: str) -> None:
+def test_steps_do_not_wait(transport: str, work: Callable[..., None]) -> None:
     assert most_ranks() >= 2, "this test needs two GPUs"
     with tempfile.TemporaryDirectory() as folder:
-        run_on_cards(2, steps, folder, transport)
+        run_on_cards(2, work, folder, transport)

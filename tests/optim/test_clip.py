@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ def test_equal_to_torch(world: int) -> None:
     if world == 2:
         cases += [("zero3", {"replicate": ["blocks.0.*", "scale"]}), ("zero2", {})]
     run_ranks(world, norms_equal, cases)
+
+
+def made_by_clipping() -> list[int]:
+    """How many tensors are made of the host's numbers: it would wait for a GPU at each. By function and step."""
+    found = []
+    for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
+        reference, sharded = pair()
+        for step in range(2):
+            backward(reference, sharded, step)
+            with patch.object(torch, "tensor", wraps=torch.tensor) as made:
+                clip(sharded.parameters(), 0.5)
+            found.append(made.call_count)
+            sharded.zero_grad()
+    return found
+
+
+def test_clipping_brings_nothing_to_the_device_each_time() -> None:
+    assert run_ranks(3, made_by_clipping) == [[1, 0, 0, 0]] * 3
 
 
 def one_reduction_and_few_ranges() -> None:

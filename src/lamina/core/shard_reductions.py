@@ -6,6 +6,7 @@ all-reduce however long it is. Norms travel as float64 powers, so 16-bit gradien
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from operator import attrgetter
@@ -213,8 +214,15 @@ def _local_norms(pieces: Sequence[Tensor], order: float) -> Tensor:
     if len(filled) == len(pieces):
         return norms
     every = norms.new_full((len(pieces),), 0.0 if order > 0 else math.inf)
-    places = [at for at, piece in enumerate(pieces) if piece.numel()]
-    return every.index_copy_(0, torch.tensor(places, dtype=torch.int64, device=every.device), norms)
+    places = tuple([at for at, piece in enumerate(pieces) if piece.numel()])
+    return every.index_copy_(0, _on_device(places, every.device), norms)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same lists come at every step, and the host would wait for the GPU each time."""
+    with torch.inference_mode(False):
+        return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
