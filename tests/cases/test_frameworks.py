@@ -267,6 +267,47 @@ def test_layers_are_fused_while_gathered(way: Way) -> None:
     assert max(run_ranks(2, folded, way)) <= TOLERANCE
 
 
+class Coded(nn.Module):
+    """A frozen layer that writes its weight anew when it is first called, as those of bitsandbytes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(WIDTH, WIDTH) * 9, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.is_coded = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_coded:
+            self.codes.data.copy_(self.codes.data.t().round())
+            self.is_coded = True
+        return torch.tanh(x @ self.codes / 9 + self.bias)
+
+
+def coded() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Coded(), nn.Linear(WIDTH, 3))
+
+
+def coded_while_gathered() -> None:
+    own_step(lamina.shard(seeded(coded)))
+
+
+def coded_by_itself(way: Way) -> float:
+    plain, model = seeded(coded), seeded(coded)
+    lamina.shard(model, way.strategy, transport=way.transport, slots=way.slots, ignore=["1.codes"])
+    for each, take in ((plain, reference_step), (model, own_step)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(2):
+            take(each, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameter_deviation(model, values(plain))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_that_rewrite_frozen_weights_are_left_alone(way: Way) -> None:
+    assert max(run_ranks(2, coded_by_itself, way)) <= TOLERANCE
+
+
 NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     matrix_optimizer: ("ShardOpError", ["`Whitening`", "first.weight", "lamina.optim.AdamW", 'strategy="ddp"']),
     average_made_before: ("ShardOpError", ["first.weight", "copy the model after lamina.shard()"]),
@@ -274,6 +315,7 @@ NAMED: dict[Callable[[], None], tuple[str, list[str]]] = {
     removed_weight_norm: ("StateError", ["`last.weight`", "ParametrizationList", "before lamina.shard()"]),
     removed_pruning: ("StateError", ["`weight_orig`", "deleted", "before lamina.shard()"]),
     bias_made_a_buffer: ("StateError", ["`bias`", "deleted", "before lamina.shard()"]),
+    coded_while_gathered: ("StateError", ["1.codes", "lamina.shard(..., ignore=)"]),
     assigned_outside: ("ParameterChanged", ["first.parametrizations.weight.original", "gathered(model, write=True)"]),
     swapped: ("ParameterChanged", ["last.bias", "swap_tensors"]),
 }

@@ -46,6 +46,7 @@ from lamina.runtime.unit_gradients import UnitGradients, gradient_dtype, local_o
 from lamina.runtime.units import UnitPlan
 from lamina.runtime.windows import Entry, Shown, Window, give_memory, refresh_flat_weights
 
+_OF_FROZEN = "; lamina.shard(..., ignore=) for layers that rewrite frozen weights, as quantised ones do"
 _local_of = attrgetter("_local")
 _address_of = Tensor.data_ptr
 
@@ -277,10 +278,11 @@ class Unit:
     def refuse_writes(self, slot: Slot, when: str) -> None:
         """What was written into a full parameter is lost when its slot is given back."""
         slot.version = slot.count_writes()
+        of_frozen = "" if all(p.requires_grad for p in self.params) else _OF_FROZEN
         raise StateError(
             f"{written_to(self, slot)} was changed in place {when}, on its gathered copy, so that the change would be "
             "lost: use a buffer, or change the parameter between steps (`with torch.no_grad(): p.clamp_(...)`; "
-            "Embedding without max_norm=)"
+            f"Embedding without max_norm=){of_frozen}"
         )
 
     def shut_window(self) -> None:
