@@ -210,7 +210,7 @@ REFUSED: dict[str, Callable[[Shard], Any]] = {
     "data of another dtype": lambda p: setattr(p, "data", torch.ones(7, 5, dtype=torch.float64)),
     "to vector": lambda p: nn.utils.parameters_to_vector([p, p]),
     "rrelu": lambda p: nn.functional.rrelu(p, training=True),
-    "dtype view": lambda p: p.view(torch.int32),
+    "view as a dtype of another size": lambda p: p.view(torch.uint8),
     "sample": lambda p: torch.multinomial(p.abs(), 1),
     "random of probabilities": lambda p: torch.empty_like(p).bernoulli_(torch.rand(7, 5)),
 }
