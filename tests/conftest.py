@@ -75,8 +75,10 @@ def pytest_sessionfinish() -> None:
 # Files are given to processes in this order: the longest first, so that no process is left alone at the end. Those with
 # ranks that mostly wait stand between others, so that not all processes wait at once.
 LONGEST = (
+    "test_adopt_interrupted.py",
     "test_hangs.py",
     "test_matrix.py",
+    "test_unregistered.py",
     "test_races.py",
     "test_silence.py",
     "test_plan_memory.py",
