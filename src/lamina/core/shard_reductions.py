@@ -215,7 +215,9 @@ def _local_norms(pieces: Sequence[Tensor], order: float) -> Tensor:
         return norms
     every = norms.new_full((len(pieces),), 0.0 if order > 0 else math.inf)
     places = tuple([at for at, piece in enumerate(pieces) if piece.numel()])
-    return every.index_copy_(0, _on_device(places, every.device), norms)
+    # a fake tensor of the compiler's must not meet a real one, nor be kept
+    index_of = _on_device if type(every) is Tensor else _on_device.__wrapped__
+    return every.index_copy_(0, index_of(places, every.device), norms)
 
 
 @functools.lru_cache(maxsize=64)
