@@ -169,7 +169,7 @@ def _set_aside() -> None:
 
 def _has_threads_of_groups(count: int) -> bool:
     """A thread that has ended, and has been waited for, is to be seen a moment longer, on a busy machine."""
-    deadline = time.monotonic() + 0.1
+    deadline = time.monotonic() + 0.5
     while (found := _threads_of_groups()) > count and time.monotonic() < deadline:
         time.sleep(5e-3)
     return found == count
