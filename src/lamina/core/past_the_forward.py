@@ -22,6 +22,11 @@ _OF_EVERY_MODULE = frozenset([*dir(nn.Module), "forward", "reset_parameters"])
 _CALLS = frozenset(["forward", "_call_impl", "_wrapped_call_impl"])
 _MOST_METHODS = 6
 
+LEAVE_DDP_OUT = (
+    "Leave it out, whoever put it there (you, Accelerate's `prepare`, transformers' Trainer, Lightning's "
+    'strategy="ddp"): docs/programs-of-others.md says how'
+)
+
 _Call = tuple[nn.Module, str]  # a module and the name of the function whose `self` it is
 
 
@@ -38,8 +43,7 @@ def cure_of(name: str, frame: FrameType | None) -> str:
     if any(isinstance(module, DistributedDataParallel) and function == "__init__" for module, function in calls):
         return (
             "torch's DistributedDataParallel is being put around the sharded model, which averages gradients itself. "
-            "Leave it out, whoever put it there (you, Accelerate's `prepare`, transformers' Trainer, Lightning's "
-            'strategy="ddp"): docs/programs-of-others.md says how.'
+            f"{LEAVE_DDP_OUT}."
         )
     owner = next((m for m, function in calls if _computes(function) and _has(m._parameters.values(), name)), None)
     if owner is None:

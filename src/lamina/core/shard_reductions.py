@@ -216,15 +216,17 @@ def _local_norms(pieces: Sequence[Tensor], order: float) -> Tensor:
     every = norms.new_full((len(pieces),), 0.0 if order > 0 else math.inf)
     places = tuple([at for at, piece in enumerate(pieces) if piece.numel()])
     # a fake tensor of the compiler's must not meet a real one, nor be kept
-    index_of = _on_device if type(every) is Tensor else _on_device.__wrapped__
+    index_of = _kept_index if type(every) is Tensor else _index
     return every.index_copy_(0, index_of(places, every.device), norms)
 
 
-@functools.lru_cache(maxsize=64)
-def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same lists come at every step, and the host would wait for the GPU each time."""
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+# the same lists come at every step, and the host would wait for the GPU each time
+_kept_index = functools.lru_cache(maxsize=64)(_index)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

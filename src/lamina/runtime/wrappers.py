@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lamina.core.past_the_forward import LEAVE_DDP_OUT
 from lamina.errors import StateError
 from lamina.runtime.unit import Unit
 
@@ -27,8 +28,7 @@ def refuse_averaging_twice(units: Sequence[Unit]) -> None:
             if param.requires_grad and id(param) in theirs:
                 raise StateError(
                     f"torch's DistributedDataParallel is around the sharded model and averages the gradient of "
-                    f"`{spec.name}` once more. Leave it out, whoever put it there (you, Accelerate's `prepare`, "
-                    "transformers' Trainer, Lightning's strategy=\"ddp\"): docs/programs-of-others.md says how"
+                    f"`{spec.name}` once more. {LEAVE_DDP_OUT}"
                 )
 
 
