@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,24 +315,30 @@ def test_gathers_end_while_a_rank_stays_inside_its_forward(world: int, gradients
 # ---- every wait has an end -----------------------------------------------------------------------------------------
 
 
-def be_killed() -> None:
+def be_killed(folder: Path) -> None:
     model = shard_by_peer(build())
     with torch.no_grad():
         model(tokens())
+        (folder / str(dist.get_rank())).write_text(Path("/proc/self/maps").read_text())
+        dist.barrier()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         model.blocks[0].up.weight.mul_(2)
         model(tokens())
 
 
-def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_a_killed_rank_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
     with pytest.raises(RankFailure) as caught:
-        run_ranks(2, be_killed, timeout=20)  # and within the harness's grace once rank 1 is gone
+        run_ranks(2, be_killed, tmp_path, timeout=20)  # and within the harness's grace once rank 1 is gone
     errors = caught.value.errors
     assert errors[0].type_name == "Disagreement" and "rank 1 has died" in errors[0].message
     assert "forward" in errors[0].message and errors[1].type_name == "Died"
-    assert set(os.listdir("/dev/shm")) <= before
+    # what these two had mapped counts: other processes use /dev/shm too
+    mapped = [line for rank in range(2) for line in (tmp_path / str(rank)).read_text().splitlines()]
+    named = {Path(line[line.index("/dev/shm") :]) for line in mapped if "/dev/shm" in line}
+    assert not [path for path in named - before if path.exists()]
+    assert any(line.endswith("/memfd:lamina (deleted)") for line in mapped)
 
 
 def drop_on_rank_1(has_changed: bool) -> str:
