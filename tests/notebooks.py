@@ -53,7 +53,8 @@ def kernel(folder: Path) -> Iterator[Kernel]:
         client.wait_for_ready(timeout=60)
         yield Kernel(client)
     finally:
-        client.shutdown()
+        # not client.shutdown(): ipykernel 7.4 ends the thread that hears of it while that still sends, which may hang
+        client.execute("exit")
         served.join(END_S)
         client.stop_channels()
         assert not served.is_alive(), "the kernel has not ended"
