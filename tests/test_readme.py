@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -21,6 +22,7 @@ import pytest
 import lamina
 from forked_programs import run_warm
 from harness import run_alone, run_ranks
+from lamina import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,6 +109,42 @@ def test_the_command_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert end.value.code == code
     said = capsys.readouterr()
     assert "lamina doctor" in said.out and "no command `nope`" in said.err
+
+
+PLANS = r"`lamina (plan llama-8b [^`]*)`.*?^```text\n(.*?)^```"
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+def test_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "llama-8b").mkdir()
+    (tmp_path / "llama-8b" / "config.json").write_text(json.dumps(LLAMA_8B))
+    monkeypatch.chdir(tmp_path)
+    in_readme, in_docs = (
+        re.search(PLANS, page.read_text(), re.MULTILINE | re.DOTALL).groups()  # type: ignore[union-attr]
+        for page in (ROOT / "README.md", ROOT / "docs" / "plan.md")
+    )
+    assert in_readme[0] == in_docs[0] and in_docs[1].startswith(in_readme[1])
+    assert cli.main(in_docs[0].split()) == 0
+    found = [in_words_and_numbers(line) for line in capsys.readouterr().out.splitlines()]
+    for line in in_docs[1].splitlines():
+        words, numbers = in_words_and_numbers(line)
+        alike = (told for said, told in found if said == words)
+        assert line == "  ..." or pytest.approx(numbers, rel=0.02) in alike, line
+
+
+def in_words_and_numbers(line: str) -> tuple[str, list[float]]:
+    numbers = re.compile(r"\d[\d,]*\.?\d*")
+    return " ".join(numbers.sub("", line).split()), [float(n.replace(",", "")) for n in numbers.findall(line)]
 
 
 def printed(program: Path) -> str:
