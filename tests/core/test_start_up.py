@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lamina.core import start_up
+from lamina.core.roll_call import RollCall
 from lamina.errors import Disagreement, TransportError
 
 
@@ -22,7 +23,7 @@ def test_who_waits_says_for_whom_once(monkeypatch: pytest.MonkeyPatch, capfd: py
     store, said = dist.HashStore(), ""
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(start_up.meet, store, 1, 4)]
-        while not dist.PrefixStore("lamina/start 0", store).check(["here 1"]):
+        while not dist.PrefixStore("lamina/start", store).check(["token 1"]):
             time.sleep(0.01)
         waiting += [pool.submit(start_up.meet, store, rank, 4) for rank in (2, 3)]
         while not said:
@@ -47,16 +48,38 @@ def test_a_rank_that_will_not_come_is_named_on_all(monkeypatch: pytest.MonkeyPat
                 one.result(timeout=10)
 
 
-def test_a_restart_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_up, "FIRST_LOOK_S", 0.1)
+def meet_all(store: dist.Store, order: Sequence[int]) -> list[dist.Store]:
+    """Ranks come in this order, each when the one before it waits; where they meet next."""
+    with ThreadPoolExecutor(len(order)) as pool:
+        waiting = []
+        for rank in order:
+            waiting.append(pool.submit(start_up.meet, store, rank, len(order)))
+            time.sleep(0.05)
+        return [one.result(timeout=10) for one in waiting]
+
+
+def test_ranks_that_are_started_anew_meet_each_other_only() -> None:
     store = dist.HashStore()
-    start_up.meet(store, 0, 1)
-    start_up.say_returned(store, 1)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(start_up.meet, store, 0, 2)
-        start_up.meet(store, 1, 2)
-        waiting.result(timeout=10)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (0, 1), (1, 0), (3, 0, 2, 1), (0,), (2, 0, 1)):
+        places = meet_all(store, order)
+        assert not places[0].check(["address"])  # of those before them
+        places[0].set("address", "")
+        assert all(place.check(["address"]) for place in places)
+
+
+def test_a_rank_that_died_before_all_had_come_is_not_taken_for_its_successor() -> None:
+    store = dist.HashStore()
+    died = RollCall(store, 1, 3)
+    assert not died.is_complete() and died.missing() == [0, 2]
+    first, third = RollCall(store, 0, 3), RollCall(store, 2, 3)
+    assert not first.is_complete() and not third.is_complete() and not first.is_complete()
+    assert first.missing() == [1]
+    second = RollCall(store, 1, 3)
+    assert not second.is_complete() and second.missing() == [0]  # it is not in the list
+    for call in (first, third, second):
+        assert not call.is_complete()
+    assert first.is_complete() and third.is_complete() and second.is_complete()
+    assert first.name == second.name == third.name
 
 
 def test_who_waits_for_rank_0s_port_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -42,8 +42,9 @@ def naming_the_network() -> Iterator[None]:
         raise TransportError(
             "ranks do not reach each other through Gloo, over which they agree on what they do. On several nodes, name "
             "the network that joins them, on each node: `export GLOO_SOCKET_IFNAME=eth0` (`ip -brief address` lists "
-            "the interfaces). After a restart (`torchrun --max-restarts`) torch's store still has the addresses of the "
-            "processes before: `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` before torchrun. "
+            "the interfaces). After a restart (`torchrun --max-restarts`) of a program that calls init_process_group "
+            "itself, torch's store still has the addresses of the processes before: leave that call to lamina.shard(), "
+            "or `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` before torchrun. "
             f"Gloo says: {error}"
         ) from error
 

@@ -21,13 +21,15 @@ from concurrent.futures import Future, wait
 import torch.distributed as dist
 
 from lamina.core.control import name_ranks
+from lamina.core.roll_call import RollCall
 from lamina.core.watch_board import is_held_by_launcher
 from lamina.errors import Disagreement, TransportError
 
 PAUSE_S = 0.02
 ANSWER_S = 2.0  # of a host that is asked for a connection
 NOTICES_S = (10.0, 60.0, 600.0)  # after which those who wait say so
-FIRST_LOOK_S = 0.2  # at who is missing; most waits are over by then
+FIRST_LOOK_S = 0.2  # at who is missing, and between two looks; most waits are over by then
+RETURNED = "lamina/returned"
 
 
 class DefaultGroups:
@@ -40,11 +42,6 @@ class DefaultGroups:
 
     count = 0
     recent: Callable[[], object | None] = staticmethod(lambda: None)
-
-    @classmethod
-    def store_for_next(cls, store: dist.Store) -> dist.Store:
-        """Where the next default group meets. `store`: as torch's rendezvous hands it out."""
-        return dist.PrefixStore(f"lamina/default {cls.count}", store) if cls.count else store
 
     @classmethod
     def enter(cls) -> None:
@@ -159,23 +156,27 @@ def _closed(host: str, port: int) -> str | None:
     return None
 
 
-def meet(store: dist.Store, rank: int, world: int) -> None:
-    """Return when all ranks have come. `store`: that of the launcher, as torch's rendezvous hands it out, or rank 0's.
+def meet(store: dist.Store, rank: int, world: int) -> dist.Store:
+    """Wait until all ranks have come.
+
+    Args:
+        store: the launcher's, as torch's rendezvous hands it out, or rank 0's.
+
+    Returns:
+        a part of it where nobody else has written anything.
 
     Raises:
         Disagreement: a rank has returned and will not come, or, where no launcher could end those who wait, has not
             come within torch's time for a group.
     """
-    launchers = _of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    start = DefaultGroups.store_for_next(launchers)
-    start.set(f"here {rank}", "")
-    here, began, notices = start.add("here", 1), time.monotonic(), list(NOTICES_S)
-    while here < world:
+    call, returned = RollCall(store, rank, world), dist.PrefixStore(RETURNED, store)
+    began, next_look_s, notices = time.monotonic(), FIRST_LOOK_S, list(NOTICES_S)
+    while not call.is_complete():
         time.sleep(PAUSE_S)
         waited_s = time.monotonic() - began
-        if waited_s > FIRST_LOOK_S:
-            missing = [other for other in range(world) if not start.check([f"here {other}"])]
-            gone = [other for other in missing if launchers.check([f"returned {other}"])]
+        if waited_s > next_look_s:
+            next_look_s, missing = waited_s + FIRST_LOOK_S, call.missing()
+            gone = [other for other in missing if returned.check([str(other)])]
             if gone:
                 raise Disagreement(
                     f"{name_ranks(gone)} ended without a call that the others wait in: lamina.shard() starts the "
@@ -194,14 +195,10 @@ def meet(store: dist.Store, rank: int, world: int) -> None:
                     file=sys.stderr,
                     flush=True,
                 )
-        here = start.add("here", 0)
+    return dist.PrefixStore(f"lamina/{call.name}", store)
 
 
 def say_returned(store: dist.Store, rank: int) -> None:
     """Of a rank that the launcher knows to have ended well. `store`: the launcher's own."""
     for seen in (store, dist.PrefixStore("/worker/attempt_0", store)):  # what a rendezvous hands out; torch 2.11's
-        _of_attempt(seen, "0").set(f"returned {rank}", "")
-
-
-def _of_attempt(store: dist.Store, restarts: str) -> dist.Store:
-    return dist.PrefixStore(f"lamina/start {restarts}", store)
+        dist.PrefixStore(RETURNED, seen).set(str(rank), "")

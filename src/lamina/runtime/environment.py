@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from lamina.core.groups import naming_the_network
-from lamina.core.start_up import DefaultGroups, meet, store_of_ranks
+from lamina.core.start_up import meet, store_of_ranks
 from lamina.core.watch_board import is_held_by_launcher
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -31,8 +31,7 @@ def initialise_distributed() -> None:
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     with naming_the_network():
         store, rank, world = next(rendezvous("env://")) if is_held_by_launcher() else store_of_ranks()
-        meet(store, rank, world)
-        store = DefaultGroups.store_for_next(store)
+        store = meet(store, rank, world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
