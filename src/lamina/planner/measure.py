@@ -165,8 +165,8 @@ def _wrap(model: nn.Module, plans: Sequence[UnitPlan], precision: Precision, rec
             names = [f"{prefix}.{n}" if prefix else n for n, p in module._parameters.items() if p is not None]
             if names and all(is_kept(name, precision) for name in names):
                 wrap_kept_module(module, wide_dtype(module, precision))
-    blocks = [modules[name] for plan in plans if plan.is_block for name in plan.modules]
-    apply_recompute(recompute, blocks or [modules[n] for plan in plans for n in plan.modules if n])
+    blocks = [name for plan in plans if plan.is_block for name in plan.modules]
+    apply_recompute(recompute, modules, blocks or [name for plan in plans for name in plan.modules if name])
 
 
 def _inputs(model: nn.Module, batch: int, seq: int) -> dict[str, Any]:

@@ -293,10 +293,10 @@ def _wrap_forwards(
     """Innermost first: wide modules, compiled forwards, recomputation."""
     widen(model.named_modules(), precision)
     modules = dict(model.named_modules())
-    blocks = [modules[name] for unit in units if unit.plan.is_block for name in unit.plan.modules]
+    blocks = [name for unit in units if unit.plan.is_block for name in unit.plan.modules]
     if compile:
         for unit in units:
             for name in unit.plan.modules:
                 if name:
                     modules[name].forward = torch.compile(modules[name].forward)  # type: ignore[method-assign]
-    apply_recompute(recompute, blocks or [modules[n] for u in units for n in u.plan.modules if n])
+    apply_recompute(recompute, modules, blocks or [name for u in units for name in u.plan.modules if name])

@@ -1,7 +1,8 @@
 """Recomputing activations in backward, unit by unit.
 
 torch's checkpoint around a whole unit would gather it twice for one backward; here it lies inside the unit's window:
-the weights that backward needs anyway are there when the forward runs again.
+the weights that backward needs anyway are there when the forward runs again. What else it finds then:
+second_forwards.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lamina.core.slots import outlived
-from lamina.errors import UsageError
+from lamina.errors import StateError, UsageError
+from lamina.runtime.assemble import RUNTIMES
+from lamina.runtime.second_forwards import Found, Insides, SecondForwards
 
 _aten = torch.ops.aten
 SAVED_BY_SELECTIVE = frozenset(
@@ -43,37 +46,55 @@ def check_recompute(choice: str | int) -> None:
     raise UsageError(f"recompute={choice!r}: use 'none', 'full', 'selective', or n for every n-th block")
 
 
-def apply_recompute(choice: str | int, blocks: Sequence[nn.Module]) -> None:
-    """Let the forwards of the chosen blocks run again in backward."""
+def apply_recompute(choice: str | int, modules: Mapping[str, nn.Module], blocks: Sequence[str]) -> None:
+    """Let the forwards of the chosen blocks, of these names, run again in backward."""
     if choice == "none":
         return
     every = choice if isinstance(choice, int) else 1
-    for module in blocks[::every]:
-        module.forward = RecomputedForward(module, choice == "selective")  # type: ignore[method-assign]
+    for name in blocks[::every]:
+        module = modules[name]
+        module.forward = RecomputedForward(module, name, choice == "selective")  # type: ignore[method-assign]
 
 
 class RecomputedForward:
     """A module's forward, to run again in backward. The module holds it; neither it nor a graph holds the module."""
 
-    def __init__(self, module: nn.Module, selective: bool) -> None:
-        self.module, self.selective = weakref.ref(module), selective
+    def __init__(self, module: nn.Module, name: str, selective: bool) -> None:
+        self.module, self.name, self.selective = weakref.ref(module), name, selective
+        self.second_forwards = SecondForwards()
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")  # None: the class's own forward runs
 
     def __getstate__(self) -> tuple[Any, ...]:
         """For copies and pickles of the module."""
-        return self.module(), self.selective, self.replaced
+        return self.module(), self.name, self.selective, self.replaced
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, self.selective, self.replaced = state
-        self.module = weakref.ref(module)
+        module, self.name, self.selective, self.replaced = state
+        self.module, self.second_forwards = weakref.ref(module), SecondForwards()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         in_transform = torch._C._are_functorch_transforms_active()  # torch's checkpoint cannot be mapped
         if in_transform or not torch.is_grad_enabled():
             return self.run(args, kwargs)
-        if self.selective:
-            kwargs["context_fn"] = _selective_contexts
-        return checkpoint(functools.partial(_run, weakref.ref(self)), *args, use_reentrant=False, **kwargs)
+        module = self.module()
+        assert module is not None
+        found = self.second_forwards.find(module, args, kwargs)
+        contexts: dict[str, Any] = {"context_fn": _selective_contexts} if self.selective else {}
+        run = functools.partial(_run, weakref.ref(self), found)
+        result = checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
+        self.second_forwards.learn(found)
+        return result
+
+    def run_again(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in found.written():
+            if not _is_gathered(tensor):
+                raise StateError(
+                    f"the forward of `{self.name}` runs again in backward, and a tensor of shape {tuple(tensor.shape)} "
+                    f"that it finds then ({_where(tensor, args, kwargs)}) has been written to in place since it began: "
+                    "write to a copy (`x.clone()`, `x = x + y` for `x += y`), or choose other blocks in recompute="
+                )
+        with found.put_back():
+            return self.run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.module()
@@ -83,12 +104,28 @@ class RecomputedForward:
         )
 
 
-def _run(reference: weakref.ref[RecomputedForward], *args: Any, **kwargs: Any) -> Any:
+def _run(reference: weakref.ref[RecomputedForward], found: Found, *args: Any, **kwargs: Any) -> Any:
     """What torch's checkpoint hangs on the graph."""
     forward = reference()
     if forward is None:
         raise outlived("a recomputed block")
-    return forward.run(args, kwargs)
+    return forward.run_again(found, args, kwargs) if found.has_run else forward.run(args, kwargs)
+
+
+def _is_gathered(tensor: Tensor) -> bool:
+    """Whether it lies in memory that units are gathered into."""
+    storage = tensor.untyped_storage()._cdata
+    slots = (slot for runtime in RUNTIMES.values() for unit in runtime.units for slot in unit.slots)
+    return any(storage in (slot.storage, slot.buffer.untyped_storage()._cdata) for slot in slots)
+
+
+def _where(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    names = [(f"argument {number}", value) for number, value in enumerate(args)]
+    names += [(f"argument `{name}`", value) for name, value in kwargs.items()]
+    return next(
+        (name for name, value in names if any(t is tensor for t in Insides([value]).tensors)),
+        "in a buffer or an attribute of its modules",
+    )
 
 
 def _selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
