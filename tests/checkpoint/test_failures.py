@@ -158,6 +158,20 @@ def save_two_rates(folder: str) -> None:
     lamina.save(f"{folder}/a", model, optimizer)
 
 
+def write_around_a_step(folder: str, export: bool) -> None:
+    """As a signal's handler may: before the optimizer's step on rank 1, behind it on rank 0; and no count is given."""
+    model, optimizer = start()
+    before = dist.get_rank() == 1
+    model(torch.zeros(2, 4, dtype=torch.long)).square().mean().backward()
+    for write in (before, not before):
+        if not write:
+            optimizer.step()
+        elif export:
+            lamina.export(f"{folder}/a", model)
+        else:
+            lamina.save(f"{folder}/a", model)
+
+
 def save_a_part(folder: str) -> None:
     model = torch.nn.Linear(8, 8)
     lamina.split_parameter(model.weight, 0, dist.group.WORLD)
@@ -177,6 +191,8 @@ def save_a_shard(folder: str) -> None:
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     folder = str(tmp_path)
     expect_error(2, save_to_two_places, folder, error="Disagreement", contains=["rank 0", "/0", "rank 1", "/1"])
+    for export in (False, True):
+        expect_error(2, write_around_a_step, folder, export, error="Disagreement", contains=["optimizer steps"])
     expect_error(2, save_two_rates, folder, error="Disagreement", contains=["optimizer", "lr"])
     expect_error(2, save_a_part, folder, error="UsageError", contains=["`weight`", "split_parameter"])
     expect_error(2, save_something_else, folder, error="UsageError", contains=["group 0", "(3,)"])

@@ -26,6 +26,7 @@ from lamina.checkpoint.manifest import (
     FileEntry,
     GroupEntry,
     Manifest,
+    Moments,
     OptimizerEntry,
     ParameterEntry,
     Piece,
@@ -347,6 +348,21 @@ def test_keep_last(tmp_path: Path) -> None:
     assert lamina.latest(tmp_path) == str(paths[3])
     with pytest.raises(lamina.UsageError, match="at least 1"):
         lamina.checkpoint.keep_last(tmp_path, 0)
+
+
+def test_a_clock_that_is_set_back_makes_no_old_checkpoint_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process, and in the next one, on another machine: `latest()` has shown it how late it was."""
+    for number, (now, made_ns) in enumerate([(100, 100), (7, 101), (8, 102), (500, 500)]):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        if number in (0, 2):
+            monkeypatch.setattr(Moments, "newest_ns", 0)
+            lamina.latest(tmp_path)
+        newest = checkpoint(tmp_path / f"step-{number}", Moments.next_ns())
+        assert folders.read_manifest(newest).created_ns == made_ns
+        lamina.checkpoint.keep_last(tmp_path, 2)
+        assert lamina.latest(tmp_path) == str(newest)
 
 
 def test_what_cannot_be_deleted_yet_does_not_spoil_a_save(tmp_path: Path) -> None:

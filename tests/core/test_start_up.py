@@ -124,6 +124,25 @@ def test_rank_0_whose_port_is_taken_says_so(held_port: socket.socket, monkeypatc
         start_up.store_of_ranks()
 
 
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("no-such-host.invalid", "rank 0 has waited .* for an address of no-such-host.invalid"),
+        ("192.0.2.1", "rank 0 has waited .* for an answer from itself at port .*is that an address of this host"),
+    ],
+)
+def test_rank_0_that_is_not_at_the_masters_address_says_so(
+    host: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": "29500"}
+    for variable, value in values.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=0.6))
+    monkeypatch.setattr(dist, "TCPStore", lambda *given, **named: time.sleep(1.0))  # as it is while nobody answers
+    with pytest.raises(TransportError, match=words):
+        start_up.store_of_ranks()
+
+
 def test_ranks_that_meet_another_program_say_so_and_give_up(
     held_port: socket.socket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

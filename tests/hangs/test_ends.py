@@ -20,6 +20,9 @@ import torch.distributed as dist
 from forked_programs import run_warm
 
 SOURCE = str(Path(__file__).parents[2] / "src")
+# No asserts and no docstrings; what is left open is an error, and so is any warning.
+STRICT = ("-OO", "-X", "dev", "-W", "error")
+NOWHERE = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "TERM": "dumb", "HOME": "/nowhere", "TMPDIR": "/nowhere"}
 LIMIT_S = 20.0  # of an end, on a busy machine; without the mend it takes half an hour
 PROGRAM = """
 import atexit, ctypes, os, signal, sys, time
@@ -115,10 +118,19 @@ class End(NamedTuple):
     seconds: float  # after the first one
 
 
-def ends_of(folder: Path, mode: str, watched: tuple[int, ...] = (0, 1), launcher: bool = False) -> list[End]:
+def ends_of(
+    folder: Path,
+    mode: str,
+    watched: tuple[int, ...] = (0, 1),
+    launcher: bool = False,
+    flags: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+) -> list[End]:
     """Ranks as they end; those that are not watched are killed then.
 
     Args:
+        flags: of the interpreter.
+        variables: more of the environment's.
         launcher: this process holds the store, as torchrun does. Else rank 0 does.
     """
     (folder / "train.py").write_text(PROGRAM)
@@ -127,12 +139,13 @@ def ends_of(folder: Path, mode: str, watched: tuple[int, ...] = (0, 1), launcher
         port = str(probe.getsockname()[1])
     held = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False) if launcher else None
     common = os.environ | {"PYTHONPATH": SOURCE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    common |= variables or {}
     if held is not None:
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = []
     for rank in (0, 1):
         with open(folder / f"said {rank}", "w") as output:
-            command = [sys.executable, str(folder / "train.py"), mode]
+            command = [sys.executable, *flags, str(folder / "train.py"), mode]
             environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
     ended: dict[int, float] = {}
@@ -159,6 +172,17 @@ def test_a_result_that_arrives_while_the_interpreter_ends_does_no_harm(tmp_path:
     """Flags of the last step, of a model that is gone. Of a true interpreter: forks do not take theirs down."""
     for end in ends_of(tmp_path, "held"):
         assert (end.code, end.said) == (0, "")
+
+
+@pytest.mark.parametrize("mode", ["late", "killed"])
+def test_an_interpreter_without_asserts_docstrings_home_or_mercy(mode: str, tmp_path: Path) -> None:
+    first, last = ends_of(tmp_path, mode, flags=STRICT, variables=NOWHERE)
+    if mode == "late":
+        assert [(end.code, end.said) for end in (first, last)] == [(0, ""), (0, "")]
+    else:
+        assert first.code == -signal.SIGKILL
+        assert last.code == 1 and "rank 0 has died" in last.said and last.said.count("Traceback") == 1
+        assert last.seconds < LIMIT_S and "frame #" not in last.said
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import pytest
 import torch
@@ -44,6 +46,31 @@ def test_a_killed_rank_is_named(at: int) -> None:
     assert (errors[0].type_name, errors[1].type_name) == ("Disagreement", "Died")
     assert "rank 1 has died" in errors[0].message
     assert f"step {at} forward: rank 0 " in errors[0].message and "training.py:" in errors[0].message
+
+
+def be_preempted(transport: str) -> None:
+    """A signal comes to rank 0 while it waits; its handler raises what a broken connection would."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise RuntimeError("preempted")
+
+    def wait_for_it(model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(2.5)
+            raise TimeoutError("too late")
+        signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 1.5)  # behind the first look up
+
+    with short_limits():
+        train(3, wait_for_it, transport=transport)
+
+
+@pytest.mark.parametrize("transport", ["c10d", "peer"])
+def test_what_a_signals_handler_raises_in_a_wait_is_no_lost_peer(transport: str) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, be_preempted, transport, timeout=PATIENCE_S)
+    errors = caught.value.errors
+    assert (errors[0].type_name, errors[0].message) == ("RuntimeError", "preempted")
 
 
 @pytest.mark.parametrize("at", [1, LATER])

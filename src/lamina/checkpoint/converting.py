@@ -8,7 +8,6 @@ held in memory, except on the way to a Hugging Face folder, which takes one tens
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from lamina.checkpoint.foreign import EXTRA_STATE
 from lamina.checkpoint.manifest import (
     FileEntry,
     Manifest,
+    Moments,
     OptimizerEntry,
     ParameterEntry,
     Piece,
@@ -128,7 +128,7 @@ def write_lamina(found: Everything, target: Path) -> None:
     manifest = Manifest(
         world=1,
         strategy="converted",
-        created_ns=time.time_ns(),
+        created_ns=Moments.next_ns(),
         writer=versions(),
         files=(FileEntry(file_name(0), written.size_bytes, f"{written.header_crc32:08x}"),),
         parameters={

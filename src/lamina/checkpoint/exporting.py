@@ -100,7 +100,11 @@ def export(
     with agreeing(control, "export", path), torch.inference_mode(False), torch.no_grad():
         BACKGROUND.finish(model)
         target = Path(os.path.realpath(path))
-        check_same_text(control, "arguments to export", [f"{target} {list(parameters)} {dtype} {file_bytes}"])
+        lines = [
+            f"{target} {list(parameters)} {dtype} {file_bytes}",
+            f"after {runtime.mesh.share.steps} optimizer steps",
+        ]
+        check_same_text(control, "arguments to export", lines)
         files = together(control, lambda: _plan(target, runtime, model, parameters, dtype, file_bytes), what)
         first = control.rank == 0
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import zlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,11 +88,30 @@ class OptimizerEntry:
     more: dict[str, Any] = field(default_factory=dict)  # encoded: "state" of no parameter, "entries" of `state_dict()`
 
 
+class Moments:
+    """When this process makes checkpoints: later than all that it has made or read, wherever the clock is.
+
+    Clocks are set back, and a job that starts anew may find itself on another machine. What it saves then must not look
+    older than what it has gone on from: `latest()` would not find it, and `keep_last()` would delete it.
+    """
+
+    newest_ns = 0
+
+    @classmethod
+    def next_ns(cls) -> int:
+        cls.newest_ns = max(time.time_ns(), cls.newest_ns + 1)
+        return cls.newest_ns
+
+    @classmethod
+    def note(cls, created_ns: int) -> None:
+        cls.newest_ns = max(cls.newest_ns, created_ns)
+
+
 @dataclass(frozen=True)
 class Manifest:
     world: int
     strategy: str
-    created_ns: int  # nanoseconds since 1970, when the manifest was written
+    created_ns: int  # nanoseconds since 1970, when the manifest was written; see Moments
     writer: dict[str, str]  # versions of lamina and torch
     files: tuple[FileEntry, ...]
     parameters: dict[str, ParameterEntry]
@@ -231,6 +251,7 @@ def from_json(text: str, where: str) -> Manifest:
         manifest.check()
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{where} is damaged: {type(error).__name__} {error}. {_TAKE_ANOTHER}") from error
+    Moments.note(manifest.created_ns)
     return manifest
 
 

@@ -69,6 +69,7 @@ def save(
         BACKGROUND.finish(model)
         looked, error = attempt(lambda: Look.at(path, model, optimizer, extra))
         alike = {"arguments to save": [f"save({os.path.abspath(path)!r}, wait={bool(wait)})"]}
+        alike["optimizer steps before they save"] = [str(runtime.mesh.share.steps)]
         alike["states to save"] = [] if looked is None else looked.lines
         agreed = begin_alike(control, error, f"saving {path}", alike, () if looked is None else looked.sums)
         if wait:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from lamina.checkpoint.datafile import Draft, Item, lay_out
 from lamina.checkpoint.manifest import (
     FileEntry,
     Manifest,
+    Moments,
     OptimizerEntry,
     ParameterEntry,
     StateEntry,
@@ -190,7 +190,7 @@ def describe(division: Division, written: Sequence[FileEntry]) -> Manifest:
     return Manifest(
         world=snapshot.runtime.mesh.world,
         strategy=snapshot.runtime.strategy,
-        created_ns=time.time_ns(),
+        created_ns=Moments.next_ns(),
         writer=versions(),
         files=tuple(written),
         parameters={

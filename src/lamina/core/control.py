@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import NoReturn
 
 import torch
@@ -29,7 +30,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from lamina.core import terminal, watch
 from lamina.core.forked import refuse_in_fork
 from lamina.core.group_sets import refuse_destroyed
-from lamina.core.watch_evidence import call_site
+from lamina.core.watch_evidence import call_site, is_folded
 from lamina.core.watch_judge import cure_of, name_ranks
 from lamina.core.watch_sever import disagreement
 from lamina.errors import Disagreement, LaminaError
@@ -241,9 +242,8 @@ class Control:
             return
         try:
             work.wait(watch.FIRST_POLL)
-        except LaminaError:
-            raise
         except RuntimeError as error:
+            _refuse_if_foreign(error)
             _wait_long(self._watch, work, error, self.key, "", self.position)
 
 
@@ -258,6 +258,7 @@ def finish(work: dist.Work | None, tensor: torch.Tensor, doing: str) -> None:
     try:
         work.wait(watch.FIRST_POLL)
     except RuntimeError as error:
+        _refuse_if_foreign(error)
         control = running.recent()
         _wait_long(running, work, error, "" if control is None else control.key, doing, None)
 
@@ -277,9 +278,8 @@ def _wait_long(
             try:
                 work.wait(watch.NEXT_POLL)
                 return
-            except LaminaError:
-                raise
             except RuntimeError as again:
+                _refuse_if_foreign(again)
                 error, waited_s = again, time.monotonic() - began
         waiting.lost = str(error).splitlines()[0]
         words = position.words if position is not None else doing
@@ -288,6 +288,14 @@ def _wait_long(
         raise disagreement(running.find_cause(waiting, words)) from error
     finally:
         running.end_wait()
+
+
+def _refuse_if_foreign(error: RuntimeError) -> None:
+    """Raise what is no failure of a wait: an error of ours, or of a signal's handler that Python has run inside it."""
+    if isinstance(error, LaminaError) or not all(
+        is_folded(frame.f_code.co_filename) for frame, _ in walk_tb(error.__traceback__)
+    ):
+        raise error
 
 
 def _as_bytes(text: bytes) -> Tensor:

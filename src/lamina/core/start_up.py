@@ -87,7 +87,7 @@ def store_of_ranks() -> tuple[dist.Store, int, int]:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return (_connected(make, host, port, rank) if rank else _opened(make, port)), rank, world
+    return (_connected(make, host, port, rank) if rank else _opened(make, host, port)), rank, world
 
 
 def _limit_s() -> float:
@@ -95,9 +95,13 @@ def _limit_s() -> float:
     return dist.distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def _opened(make: Callable[[], dist.Store], port: int) -> dist.Store:
+def _opened(make: Callable[[], dist.Store], host: str, port: int) -> dist.Store:
+    patience, where = _Patience(0), f"port {port} of {host} (MASTER_PORT, MASTER_ADDR)"
+    while (why := _unknown(host)) is not None:
+        patience.go_on(f"an address of {host} (MASTER_ADDR): {why}")
+        time.sleep(10 * PAUSE_S)
     try:
-        return make()
+        return _made(make, patience, f"an answer from itself at {where}: is that an address of this host?")
     except dist.DistNetworkError as error:
         raise TransportError(
             f"the ranks cannot meet: rank 0 cannot open port {port} (MASTER_PORT), which another program may hold. "
@@ -127,6 +131,16 @@ def _connected(make: Callable[[], dist.Store], host: str, port: int, rank: int) 
     while (why := _closed(host, port)) is not None:
         patience.go_on(f"rank 0 to open {where}: {why}")
         time.sleep(10 * PAUSE_S)  # many may ask one host
+    try:
+        return _made(make, patience, f"an answer from {where}: is it rank 0 that listens there, or another program?")
+    except dist.DistNetworkError as error:
+        raise TransportError(
+            f"what listens at {where} is not rank 0's store: give all ranks another MASTER_PORT"
+        ) from error
+
+
+def _made(make: Callable[[], dist.Store], patience: _Patience, for_what: str) -> dist.Store:
+    """A store, made on a thread of its own: torch waits without end for an answer, and hears no Ctrl-C meanwhile."""
     found: Future[dist.Store] = Future()
 
     def connect() -> None:
@@ -135,16 +149,19 @@ def _connected(make: Callable[[], dist.Store], host: str, port: int, rank: int) 
         except BaseException as error:
             found.set_exception(error)
 
-    # on a thread of its own: torch waits without end for an answer, and hears no Ctrl-C meanwhile
     threading.Thread(target=connect, daemon=True, name="lamina connects to rank 0's store").start()
     while not wait([found], timeout=PAUSE_S).done:
-        patience.go_on(f"an answer from {where}: is it rank 0 that listens there, or another program?")
+        patience.go_on(for_what)
+    return found.result()
+
+
+def _unknown(host: str) -> str | None:
+    """Why a name has no address; None: it has."""
     try:
-        return found.result()
-    except dist.DistNetworkError as error:
-        raise TransportError(
-            f"what listens at {where} is not rank 0's store: give all ranks another MASTER_PORT"
-        ) from error
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _closed(host: str, port: int) -> str | None:

@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import time
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -47,13 +48,18 @@ class Line:
         before = _connections_to(store)
         # a second handle of a file would count as a rank
         self._store: Any = dist.PrefixStore(prefix, store if _is_a_file(store) else handle.clone())
-        self._ends = [socket.socket(fileno=os.dup(number)) for number in _connections_to(store) - before]
+        self._ends = list(map(os.dup, _connections_to(store) - before))
+        weakref.finalize(self, _close, self._ends).atexit = False  # a thread may look until the very end
+
+    def look_for_end(self) -> None:
+        """Raise DistNetworkError if whoever held the store has ended. Sends nothing."""
+        if any(map(_is_closed, self._ends)):
+            raise dist.DistNetworkError(GONE)
 
     @property
     def store(self) -> Any:
         """Raises DistNetworkError if whoever held it has ended."""
-        if any(map(_is_closed, self._ends)):
-            raise dist.DistNetworkError(GONE)
+        self.look_for_end()
         return self._store
 
 
@@ -75,7 +81,7 @@ class Board:
 
     def look_for_end(self) -> None:
         """Raise DistNetworkError if whoever held the store has ended. Sends nothing."""
-        assert self._line.store is not None
+        self._line.look_for_end()
 
     def register(self, identity: Identity) -> None:
         self._store.set(f"who/{self.rank}", json.dumps(vars(identity)))
@@ -190,10 +196,16 @@ def _connections_to(store: Any) -> set[int]:
     return found
 
 
-def _is_closed(end: socket.socket) -> bool:
-    """Whether the other side has closed it; what has arrived stays where it is."""
+def _close(descriptors: list[int]) -> None:
+    for number in descriptors:
+        os.close(number)
+
+
+def _is_closed(number: int) -> bool:
+    """Whether the other side has closed a connection; what has arrived stays where it is."""
     try:
-        return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        with socket.socket(fileno=os.dup(number)) as end:
+            return end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
         return False
     except OSError:
