@@ -93,8 +93,8 @@ class Detached(Layer):
         return torch.tanh(x @ self.weight + 0.5 * (x @ self.weight.detach().t()))
 
 
-class Counting(Layer):
-    """A buffer that counts calls, and one that scales."""
+class Buffered(Layer):
+    """A buffer that scales."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()

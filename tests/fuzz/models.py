@@ -15,10 +15,10 @@ from fuzz.layers import (
     WIDTH,
     Again,
     Branches,
+    Buffered,
     Calls,
     Chain,
     Coarse,
-    Counting,
     Cut,
     Dense,
     Detached,
@@ -40,7 +40,7 @@ from fuzz.leaves import Leaves
 from fuzz.lookups import LOOKUPS, Instead, Own, Tied, Words, features_of_tables
 
 LOOKUPS_FROM = 50_000  # models of seeds below have no tables
-LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Counting, Recurrent, Mixed, Coarse)
+LEAVES = (Dense, Wide, Small, Lora, Unused, Detached, Buffered, Recurrent, Mixed, Coarse)
 NESTS = ("Chain", "Skipped", "Twice", "Recomputed", "Reads", "Pair")
 AROUND = ("", "", "", "", "Recomputed", "Twice", "Skipped")  # a layer that is there already
 
