@@ -67,8 +67,21 @@ class FullParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value.dtype is not self.dtype or value.shape != self.shape or value.device != self.device:
+            name = getattr(_owner_of(self), "name", "a parameter")
+            raise StateError(
+                f"`{name}` was given data of {_form(value)} where it is gathered as {_form(self)}, and keeps that form: "
+                "cast or move what goes into the layer instead. For a layer that computes in another dtype than the "
+                f'model: shard with lamina.Precision(keep=["{name.rpartition(".")[0]}.*"])'
+            )
+        if value.data_ptr() == self.data_ptr() and value.stride() == self.stride():
+            return  # `module.to(...)` where it changes nothing
         with torch.no_grad():
             self.detach().copy_(value)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} and shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 class Locked:

@@ -30,6 +30,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
 from lamina.core.full_parameter import Locked
+from lamina.core.own_attributes import own_attributes
 from lamina.runtime.uses import NODE_HOOKS, nodes_of_outputs, tensors_in
 
 FORWARDS_THAT_LEARN = 3
@@ -143,7 +144,7 @@ def is_heard(module: nn.Module) -> bool:
 def _holds_graph(value: Any) -> bool:
     if isinstance(value, _NEVER):
         return False
-    is_held = isinstance(value, (Tensor, *_CONTAINERS)) or any(map(_is_held, getattr(value, "__dict__", {}).values()))
+    is_held = isinstance(value, (Tensor, *_CONTAINERS)) or any(map(_is_held, own_attributes(value).values()))
     return is_held and any(not isinstance(each, Locked) and each.grad_fn is not None for each in tensors_in(value))
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lamina.core.own_attributes import own_attributes
 from lamina.runtime.uses import PLAIN_LEAVES
 
 FORWARDS_THAT_LEARN = 2
@@ -63,7 +64,7 @@ class Insides:
             self._look(value)
         elif isinstance(value, _CONTAINERS):
             self._keep(value)
-        if not callable(value) and isinstance(inside := getattr(value, "__dict__", None), dict):
+        if not callable(value) and (inside := own_attributes(value)):
             self._keep(inside)
 
     def _keep(self, holder: Any) -> None:

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lamina.core.full_parameter import FullParameter
+from lamina.core.own_attributes import own_attributes
 from lamina.core.shard_optim import (
     AFTER_BACKWARDS,
     AFTER_FAILED_BACKWARDS,
@@ -290,5 +291,5 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         if isinstance(value, nn.Module):
             yield from ((f".{name}", each) for name, each in (*value._parameters.items(), *value._modules.items()))
-        own = getattr(value, "__dict__", {})
+        own = own_attributes(value)
         yield from ((f".{name}", each) for name, each in own.items() if name not in _ATTRIBUTES_OF_MODULES)

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lamina.core.own_attributes import own_values
 from lamina.core.slots import Slot, outlived
 from lamina.core.uncompiled import uncompiled
 from lamina.errors import StateError
@@ -343,19 +344,14 @@ def _collect(value: Any, found: list[Tensor], depth: int) -> None:
                 found.append(item)
             else:
                 _collect(item, found, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found, depth + 1)
-    elif not isinstance(value, (type, torch.nn.Module)) and not callable(value):
-        for name in getattr(type(value), "__slots__", ()):
-            _collect(getattr(value, name, None), found, depth + 1)
-        for item in getattr(value, "__dict__", {}).values():
+    elif (dataclasses.is_dataclass(value) or not callable(value)) and not isinstance(value, (type, torch.nn.Module)):
+        for item in own_values(value):
             _collect(item, found, depth + 1)
 
 
 def hides_tensors(value: Any) -> bool:
     """Whether a returned value is of a kind that could hold tensors where nobody sees them."""
-    return callable(value) or hasattr(value, "__next__")
+    return callable(value) or hasattr(type(value), "__next__")
 
 
 def nodes_of_inputs(tensors: Sequence[Tensor]) -> tuple[list[Any], int]:
