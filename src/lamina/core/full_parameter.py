@@ -70,9 +70,9 @@ class FullParameter(nn.Parameter):
         if value.dtype is not self.dtype or value.shape != self.shape or value.device != self.device:
             name = getattr(_owner_of(self), "name", "a parameter")
             raise StateError(
-                f"`{name}` was given data of {_form(value)} where it is gathered as {_form(self)}, and keeps that form: "
-                "cast or move what goes into the layer instead. For a layer that computes in another dtype than the "
-                f'model: shard with lamina.Precision(keep=["{name.rpartition(".")[0]}.*"])'
+                f"`{name}` was given data of {_form(value)} where it is gathered as {_form(self)}, which it stays: cast "
+                "or move what goes into the layer instead. A layer that is to compute in another dtype than the model: "
+                f'lamina.Precision(keep=["{name}"])'
             )
         if value.data_ptr() == self.data_ptr() and value.stride() == self.stride():
             return  # `module.to(...)` where it changes nothing
