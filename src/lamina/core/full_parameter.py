@@ -70,7 +70,7 @@ class FullParameter(nn.Parameter):
         if value.dtype is not self.dtype or value.shape != self.shape or value.device != self.device:
             name = getattr(_owner_of(self), "name", "a parameter")
             raise StateError(
-                f"`{name}` was given data of {_form(value)} where it is gathered as {_form(self)}, and stays so: cast or "
+                f"`{name}` was given data of {_form(value)} but is gathered as {_form(self)}, and stays so: cast or "
                 "move what goes into the layer instead. A layer that is to compute in another dtype than the model: "
                 f'lamina.Precision(keep=["{name}"])'
             )
