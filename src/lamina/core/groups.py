@@ -37,6 +37,11 @@ def naming_the_network() -> Iterator[None]:
                 f"no file number is left for the connections of a sharded model: type `ulimit -n 4096` before you "
                 f"start the ranks, or drop models that are done. Gloo says: {error}"
             ) from error
+        if "Resource temporarily unavailable" in str(error):
+            raise TransportError(
+                "no further thread can be started, and a sharded model needs a few for its connections: raise the "
+                f"limit on processes (`ulimit -u`, or the container's) or start fewer. torch says: {error}"
+            ) from error
         if "connectFullMesh" not in str(error):
             raise
         raise TransportError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import ipaddress
 import os
 import socket
 import struct
+import sys
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,21 @@ from torch.distributed.rendezvous import rendezvous
 from lamina.core.groups import naming_the_network
 from lamina.core.start_up import meet, store_of_ranks
 from lamina.core.watch_board import is_held_by_launcher
+from lamina.errors import TransportError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+TASKS = {  # how many tasks starters have started that are no launchers of torch's, and which one this is
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),
+}
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def initialise_distributed() -> None:
     """Start the default process group from torchrun's variables, if there are any and nobody did it before."""
     choose_interface()
-    if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+    if dist.is_initialized() or _trains_alone():
         return
     if torch.cuda.is_available():
         device = local_cuda_device()
@@ -33,6 +41,39 @@ def initialise_distributed() -> None:
         store, rank, world = next(rendezvous("env://")) if is_held_by_launcher() else store_of_ranks()
         store = meet(store, rank, world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def _trains_alone() -> bool:
+    """Whether no launcher has told this process of others.
+
+    Raises:
+        TransportError: it was told that there are others, and not how to find them: each would train by itself.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if not missing:
+        return False
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise TransportError(
+            f"{' and '.join(missing)} not set, beside WORLD_SIZE={os.environ['WORLD_SIZE']}: start the ranks by "
+            "torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them. To train in this process "
+            "alone, type `unset WORLD_SIZE`"
+        )
+    _say_who_trains_alone()
+    return True
+
+
+@functools.cache
+def _say_who_trains_alone() -> None:
+    """`srun python train.py` trains as many models as there are tasks, which may be meant."""
+    for starter, (count, number) in TASKS.items():
+        tasks = os.environ.get(count, "1")
+        if tasks != "1" and os.environ.get(number, "0") == "0":
+            print(
+                f"lamina: {starter} has started {tasks} tasks, and RANK, WORLD_SIZE and MASTER_ADDR are not set: "
+                "each of them trains by itself. To train one model, let it start torchrun, once on each node",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def choose_interface() -> None:
