@@ -184,27 +184,28 @@ class SecondForwards:
 
     def __init__(self) -> None:
         self.modules: list[weakref.ref[nn.Module]] = []
-        self.modes: list[int] = []
-        self._to_learn = 0
+        self.modes: list[int] = []  # of the modules, in the call that began last
+        self._to_learn: dict[tuple[int, ...], int] = {}  # forwards with these modes
         self._changed: dict[Place, None] = {}
         self._tensors: list[Place] = []
 
     def find(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """What a call finds that begins now."""
-        if not self.modules or modes_of(self.modules) != self.modes:
+        self.modes = modes_of(self.modules)
+        if not self.modes or tuple(self.modes) not in self._to_learn:
             self.modules = list(map(weakref.ref, block.modules()))
             self.modes = modes_of(self.modules)
-            self._to_learn = FORWARDS_THAT_LEARN
         arguments = (*args, *kwargs.values())
-        if self._to_learn:
+        if self._to_learn.setdefault(tuple(self.modes), FORWARDS_THAT_LEARN):
             return Found(self, dict.fromkeys(self._places()), (), arguments)
         return Found(self, self._changed, self._tensors, arguments)
 
     def learn(self, found: Found) -> None:
         """The forward that has found this is over."""
         found.has_run = True
-        if self._to_learn:
-            self._to_learn -= 1
+        modes = tuple(found.modes)
+        if self._to_learn[modes]:
+            self._to_learn[modes] -= 1
             found.note_new(self._places())
             self._tensors = [place for place, value, _ in found.entries if isinstance(value, Tensor)]
             self._changed.update(dict.fromkeys(found.changes()))
