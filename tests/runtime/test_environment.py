@@ -109,6 +109,8 @@ def test_ranks_that_do_not_meet_are_told_what_to_type() -> None:
         raise RuntimeError("Gloo connectFullMesh failed with: Connection refused")
     with pytest.raises(TransportError, match="ulimit -n.*files"), naming_the_network():
         raise RuntimeError("socket: Too many open files")
+    with pytest.raises(TransportError, match="GLOO_SOCKET_IFNAME.*ip -brief"), naming_the_network():
+        raise RuntimeError("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth7")
     with pytest.raises(TransportError, match="thread.*ulimit -u"), naming_the_network():
         raise RuntimeError("Resource temporarily unavailable")
     with pytest.raises(RuntimeError, match="^of another kind$"), naming_the_network():

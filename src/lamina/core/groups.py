@@ -40,7 +40,12 @@ def naming_the_network() -> Iterator[None]:
         if "Resource temporarily unavailable" in str(error):
             raise TransportError(
                 "no further thread can be started, and a sharded model needs a few for its connections: raise the "
-                f"limit on processes (`ulimit -u`, or the container's) or start fewer. torch says: {error}"
+                f"limit on processes (`ulimit -u`, or the container's) or on memory (`ulimit -v`). torch says: {error}"
+            ) from error
+        if "Unable to find address for" in str(error):
+            raise TransportError(
+                "GLOO_SOCKET_IFNAME names a network that this host does not have, or has no address in: "
+                f"`ip -brief address` lists those that it has. Gloo says: {error}"
             ) from error
         if "connectFullMesh" not in str(error):
             raise
