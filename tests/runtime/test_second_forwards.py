@@ -128,6 +128,20 @@ class Spectral(Block):
         return self.other(x)
 
 
+class Behind(Block):
+    """A hook on the block, behind its forward."""
+
+    def make(self) -> None:
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_forward_hook(Behind.count)
+
+    def count(self, args: Any, output: Tensor) -> None:
+        self.seen += 1
+
+    def scale(self, x: Tensor) -> Tensor:
+        return 1.0 + self.seen / 8
+
+
 class Inner(Block):
     """What changes lies in a module inside."""
 
@@ -148,7 +162,7 @@ class Cached(Block):
 
 
 KINDS: tuple[type[Block], ...] = (
-    *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Inner, Cached),
+    *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Behind, Inner, Cached),
 )
 
 
@@ -338,10 +352,10 @@ def test_arguments_that_were_written_to(way: str, recompute: str) -> None:
 
 class Steady(Block):
     def make(self) -> None:
-        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("factor", torch.ones(5000))
 
     def scale(self, x: Tensor) -> Tensor:
-        return torch.sin(self.factor * 2)
+        return torch.sin(self.factor.mean() * 2)
 
 
 def write_to_what_is_steady(recompute: str, forwards: int) -> None:
@@ -356,5 +370,5 @@ def write_to_what_is_steady(recompute: str, forwards: int) -> None:
 @pytest.mark.parametrize("forwards", [0, 4])
 def test_buffers_that_others_have_written_to(forwards: int) -> None:
     run_ranks(2, write_to_what_is_steady, "none", forwards)
-    words = ["the forward of `blocks.1` runs again", "shape ()", "a buffer or an attribute of its modules"]
+    words = ["the forward of `blocks.1` runs again", "shape (5000,)", "a buffer or an attribute of its modules"]
     expect_error(2, write_to_what_is_steady, "full", forwards, error="StateError", contains=words)

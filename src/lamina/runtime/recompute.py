@@ -93,6 +93,7 @@ class RecomputedForward:
                     f"that it finds then ({_where(tensor, args, kwargs)}) has been written to in place since it began: "
                     "write to a copy (`x.clone()`, `x = x + y` for `x += y`), or choose other blocks in recompute="
                 )
+        self.second_forwards.learn_late(found)
         with found.put_back():
             return self.run(args, kwargs)
 

@@ -14,8 +14,10 @@ Note [What is kept]
        A tensor that is written in place is copied. Kernels of batch norm write past the version counter: values count.
     3. Of all other tensors, nested in arguments or held by modules, the version. Who has written to one since would
        have the second forward read what he wrote: a `StateError`. What is an argument by itself, torch watches.
-    4. Not seen: globals, closures, memory written behind torch's back, objects without a dict, what modules of torch's
-       own keep in attributes, attributes that a forward begins to change later.
+    4. What comes behind the forward, a hook on the block say, may write to a buffer, too: small ones are copied as long
+       as the block learns, and known to change once that has been seen.
+    5. Not seen: globals, attributes of classes, closures, memory written behind torch's back, objects without a dict,
+       what modules of torch's own keep in attributes, attributes that a forward begins to change later.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from lamina.core.own_attributes import own_attributes
 from lamina.runtime.uses import PLAIN_LEAVES
 
 FORWARDS_THAT_LEARN = 2
+SMALL = 4096  # elements
 MOST = 4096  # containers and objects among the arguments of a call
 _MISSING: Any = object()
 _OWN = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
@@ -149,9 +152,11 @@ class Found:
         ]
 
     def forget_all_but(self, changed: Mapping[Place, None]) -> None:
-        self.entries = [entry for entry in self.entries if entry[0] in changed]
-        self._watch(tensor for place, tensor, _, _ in self.copies if place not in changed)
-        self.copies = [entry for entry in self.copies if entry[0] in changed]
+        """And small tensors."""
+        kept = {place for place, tensor, _, _ in self.copies if tensor.numel() <= SMALL} | changed.keys()
+        self.entries = [entry for entry in self.entries if entry[0] in kept]
+        self._watch(tensor for place, tensor, _, _ in self.copies if place not in kept)
+        self.copies = [entry for entry in self.copies if entry[0] in kept]
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
@@ -210,6 +215,12 @@ class SecondForwards:
             self._tensors = [place for place, value, _ in found.entries if isinstance(value, Tensor)]
             self._changed.update(dict.fromkeys(found.changes()))
             found.forget_all_but(self._changed)
+
+    def learn_late(self, found: Found) -> None:
+        """A second forward begins."""
+        for place, tensor, version, _ in found.copies:
+            if tensor._version != version:
+                self._changed[place] = None
 
     def _places(self) -> Iterator[Place]:
         for reference in self.modules:
