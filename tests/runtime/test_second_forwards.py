@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,8 +162,44 @@ class Cached(Block):
         return torch.stack(cache.entries).mean(0) + sum(cache.by_name["sums"])
 
 
+class Sealed(collections.OrderedDict[str, Tensor]):
+    """Takes single entries only, as the outputs of transformers do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("sealed")
+
+    def copy(self) -> Any:
+        raise RuntimeError("sealed")
+
+    clear = pop = copy  # type: ignore[assignment]
+
+
+class InSealed(Block):
+    def scale(self, x: Tensor, cache: Any) -> Tensor:
+        for holder in (cache.sealed, cache.ordered):
+            holder[f"after {len(holder)}"] = x.sum()
+        cache.last.append(x)
+        cache.seen.add(len(cache.seen))
+        return sum(cache.sealed.values()) + list(cache.ordered.values())[-1] + torch.stack(list(cache.last)).mean(0)
+
+
 KINDS: tuple[type[Block], ...] = (
-    *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Behind, Inner, Cached),
+    *(
+        Number,
+        Made,
+        Written,
+        Replaced,
+        State,
+        Kept,
+        InObject,
+        BatchNorm,
+        Functional,
+        Spectral,
+        Behind,
+        Inner,
+        Cached,
+        InSealed,
+    ),
 )
 
 
@@ -171,11 +208,12 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(kind() for _ in range(3))
-        self.is_cached = kind is Cached
+        self.is_cached = kind in (Cached, InSealed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        self.cache = types.SimpleNamespace(entries=[], by_name={})
+        self.cache = types.SimpleNamespace(entries=[], by_name={}, seen=set(), last=collections.deque(maxlen=2))
+        self.cache.sealed, self.cache.ordered = Sealed(), collections.OrderedDict()
         for block in self.blocks:
             x = block(x, self.cache) if self.is_cached else block(x)
         return x
@@ -221,7 +259,8 @@ def left_by(model: Model) -> list[Tensor]:
     for block in model.blocks:
         left += [torch.tensor(getattr(block, "calls", 0.0)), *getattr(block, "before", ())]
         left += [block.state] if isinstance(block, State) else []
-    return left + [torch.stack(model.cache.entries)] if model.is_cached else left
+    cache = model.cache
+    return left + [*cache.entries, *cache.sealed.values(), *cache.last, torch.tensor(len(cache.seen))]
 
 
 def differs(kind: type[Block], recompute: str | int) -> list[str]:

@@ -51,28 +51,28 @@ class Insides:
     def __init__(self, values: Iterable[Any]) -> None:
         self.holders: list[tuple[Any, Any]] = []  # a dict, list, set or deque, and its copy
         self.tensors: list[Tensor] = []
-        self._seen: set[int] = set()
-        self._look(values)
+        self._look(values, set())
 
-    def _look(self, values: Iterable[Any]) -> None:
+    def _look(self, values: Iterable[Any], seen: set[int]) -> None:
         for value in values:
             if isinstance(value, Tensor):
                 self.tensors.append(value)
-            elif not isinstance(value, _NEVER) and id(value) not in self._seen and len(self._seen) < MOST:
-                self._seen.add(id(value))
-                self._look_into(value)
+            elif not isinstance(value, _NEVER) and id(value) not in seen and len(seen) < MOST:
+                seen.add(id(value))
+                self._look_into(value, seen)
 
-    def _look_into(self, value: Any) -> None:
+    def _look_into(self, value: Any, seen: set[int]) -> None:
         if isinstance(value, (tuple, frozenset)):
-            self._look(value)
+            self._look(value, seen)
         elif isinstance(value, _CONTAINERS):
-            self._keep(value)
+            self._keep(value, seen)
         if not callable(value) and (inside := own_attributes(value)):
-            self._keep(inside)
+            self._keep(inside, seen)
 
-    def _keep(self, holder: Any) -> None:
-        self.holders.append((holder, holder.copy()))
-        self._look(list(holder.values() if isinstance(holder, dict) else holder))
+    def _keep(self, holder: Any, seen: set[int]) -> None:
+        before = _copy(holder)
+        self.holders.append((holder, before))
+        self._look(before.values() if isinstance(before, dict) else before, seen)
 
     def give_tensors(self) -> list[Tensor]:
         """Once: they are not kept here."""
@@ -165,7 +165,7 @@ class Found:
         modes_now = modes_of(self.modules)
         kept = [self.arguments, *(insides for _, _, insides in self.entries if insides is not None)]
         holders = [entry for insides in kept for entry in insides.holders]
-        held_now = [(holder, holder.copy()) for holder, _ in holders]
+        held_now = [(holder, _copy(holder)) for holder, _ in holders]
         try:
             if modes_now != self.modes:
                 _switch(self.modules, self.modes)
@@ -267,17 +267,42 @@ def _is_written(tensor: Tensor, version: int, copy: Tensor) -> bool:
         return False
 
 
+def _copy(holder: Any) -> Any:
+    """Of a plain type: what a class of the user's does with copies and updates is its own affair."""
+    kind = next(kind for kind in _CONTAINERS if isinstance(holder, kind))
+    return kind(dict.items(holder) if kind is dict else holder)
+
+
 def _is_same(holder: Any, before: Any) -> bool:
+    if isinstance(holder, set):
+        return bool(holder == before)
     if len(holder) != len(before) or not all(map(is_, holder, before)):
         return False
-    return not isinstance(holder, dict) or all(map(is_, holder.values(), before.values()))
+    return not isinstance(holder, dict) or all(map(is_, dict.values(holder), before.values()))
 
 
 def _refill(holders: Iterable[tuple[Any, Any]]) -> None:
     for holder, entries in holders:
         if not _is_same(holder, entries):
-            holder.clear()
-            (holder.extend if isinstance(holder, (list, collections.deque)) else holder.update)(entries)
+            _fill(holder, entries)
+
+
+def _fill(holder: Any, entries: Any) -> None:
+    if isinstance(holder, collections.OrderedDict):
+        collections.OrderedDict.clear(holder)
+        for key, value in entries.items():
+            collections.OrderedDict.__setitem__(holder, key, value)
+    elif isinstance(holder, dict):
+        dict.clear(holder)
+        dict.update(holder, entries)
+    elif isinstance(holder, list):
+        list.__setitem__(holder, slice(None), entries)
+    elif isinstance(holder, set):
+        set.clear(holder)
+        set.update(holder, entries)
+    else:
+        collections.deque.clear(holder)
+        collections.deque.extend(holder, entries)
 
 
 def _set(place: Place, value: Any) -> None:
