@@ -184,22 +184,8 @@ class InSealed(Block):
 
 
 KINDS: tuple[type[Block], ...] = (
-    *(
-        Number,
-        Made,
-        Written,
-        Replaced,
-        State,
-        Kept,
-        InObject,
-        BatchNorm,
-        Functional,
-        Spectral,
-        Behind,
-        Inner,
-        Cached,
-        InSealed,
-    ),
+    *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Behind, Inner),
+    *(Cached, InSealed),
 )
 
 
