@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,6 +145,19 @@ class Behind(Block):
         return 1.0 + self.seen / 8
 
 
+class Drawn(Block):
+    """Random numbers of other sources than torch's own."""
+
+    def make(self) -> None:
+        self.torchs, self.pythons = torch.Generator().manual_seed(5), random.Random(5)
+        self.numpys = {"new": np.random.default_rng(5), "old": np.random.RandomState(5)}
+
+    def scale(self, x: Tensor) -> Tensor:
+        drawn = random.random() + np.random.rand() + self.pythons.random()
+        drawn += self.numpys["new"].random() + self.numpys["old"].rand()
+        return drawn + torch.rand(x.shape, generator=self.torchs, dtype=x.dtype)
+
+
 class Inner(Block):
     """What changes lies in a module inside."""
 
@@ -184,7 +199,7 @@ class InSealed(Block):
 
 
 KINDS: tuple[type[Block], ...] = (
-    *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Behind, Inner),
+    *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Behind, Drawn, Inner),
     *(Cached, InSealed),
 )
 
@@ -212,6 +227,7 @@ def data(step: int) -> Tensor:
 
 def made(kind: type[Block], recompute: str | int) -> nn.Module:
     torch.manual_seed(0)
+    random.seed(0), np.random.seed(0)
     return lamina.shard(Model(kind).double(), units=[kind], recompute=recompute)
 
 
@@ -249,15 +265,16 @@ def left_by(model: Model) -> list[Tensor]:
     return left + [*cache.entries, *cache.sealed.values(), *cache.last, torch.tensor(len(cache.seen))]
 
 
+def outcome(kind: type[Block], recompute: str | int) -> list[Tensor]:
+    model = made(kind, recompute)
+    return [*each_step(model), *left_by(model)]
+
+
 def differs(kind: type[Block], recompute: str | int) -> list[str]:
-    models = made(kind, "none"), made(kind, recompute)
     wrong = []
-    for step, (one, other) in enumerate(zip(*map(each_step, models), strict=True)):
-        if (one - other).abs().max() > TOLERANCE:
-            wrong.append(f"output {step}: {one} is {other}")
-    for number, (one, other) in enumerate(zip(*map(left_by, models), strict=True)):
+    for number, (one, other) in enumerate(zip(outcome(kind, "none"), outcome(kind, recompute), strict=True)):
         if one.shape != other.shape or (one - other).abs().max() > TOLERANCE:
-            wrong.append(f"left {number}: {one} is {other}")
+            wrong.append(f"{number}: {one} is {other}")
     return wrong
 
 

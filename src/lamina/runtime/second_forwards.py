@@ -1,9 +1,10 @@
 """What a recomputed forward finds when it runs again in backward: what it found the first time.
 
-torch's checkpoint gives the second forward the same tensors, random numbers and autocast. Everything else is as the
-first one, or whatever came after it, has left it: running values of a batch norm move twice, spectral norms iterate
-twice, counters count double, a cache of keys and values (which models of transformers fill unless told otherwise) holds
-everything twice. Where the second forward reads such a thing, gradients are those of another function without a word.
+torch's checkpoint gives the second forward the same tensors, autocast and random numbers of torch's. Everything else is
+as the first one, or whatever came after it, has left it: running values of a batch norm move twice, spectral norms
+iterate twice, counters count double, a cache of keys and values (which models of transformers fill unless told
+otherwise) holds everything twice. Where the second forward reads such a thing, gradients are those of another function
+without a word.
 
 Here the second forward finds everything as it was, and what it changes is forgotten.
 
@@ -12,6 +13,7 @@ Note [What is kept]
     2. Attributes and buffers that the block's modules change in their forward: which these are is learned in the first
        forwards, and again when modules come or change between training and evaluation; until then everything is kept.
        A tensor that is written in place is copied. Kernels of batch norm write past the version counter: values count.
+       So with random numbers that are not of torch's default generators (draws.py): their state is kept.
     3. Of all other tensors, nested in arguments or held by modules, the version. Who has written to one since would
        have the second forward read what he wrote: a `StateError`. What is an argument by itself, torch watches.
     4. What comes behind the forward, a hook on the block say, may write to a buffer, too: small ones are copied as long
@@ -25,7 +27,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lamina.core.own_attributes import own_attributes
+from lamina.runtime.draws import global_sources, has_drawn, is_source, set_state, state_of
 from lamina.runtime.uses import PLAIN_LEAVES
 
 FORWARDS_THAT_LEARN = 2
@@ -41,7 +44,7 @@ SMALL = 4096  # elements
 MOST = 4096  # containers and objects among the arguments of a call
 _MISSING: Any = object()
 _OWN = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
-_NEVER = (*PLAIN_LEAVES, type, nn.Module, torch.Generator)
+_NEVER = (*PLAIN_LEAVES, type, nn.Module)
 _CONTAINERS = (dict, list, set, collections.deque)
 
 
@@ -51,6 +54,7 @@ class Insides:
     def __init__(self, values: Iterable[Any]) -> None:
         self.holders: list[tuple[Any, Any]] = []  # a dict, list, set or deque, and its copy
         self.tensors: list[Tensor] = []
+        self.sources: list[Any] = []  # of random numbers
         self._look(values, set())
 
     def _look(self, values: Iterable[Any], seen: set[int]) -> None:
@@ -59,7 +63,10 @@ class Insides:
                 self.tensors.append(value)
             elif not isinstance(value, _NEVER) and id(value) not in seen and len(seen) < MOST:
                 seen.add(id(value))
-                self._look_into(value, seen)
+                if is_source(value):
+                    self.sources.append(value)
+                else:
+                    self._look_into(value, seen)
 
     def _look_into(self, value: Any, seen: set[int]) -> None:
         if isinstance(value, (tuple, frozenset)):
@@ -108,6 +115,7 @@ class Found:
         block: SecondForwards,
         changed: Mapping[Place, None],
         tensors: Iterable[Place],
+        sources: Iterable[str],
         arguments: Iterable[Any],
     ) -> None:
         """
@@ -115,6 +123,7 @@ class Found:
             block: which it does not hold.
             changed: places whose entries, or what is inside of them, the forward may change.
             tensors: places of tensors. Those in `changed` may be written in place, and are copied.
+            sources: global ones of random numbers that the forward may draw from.
         """
         self.has_run = False
         self.modules, self.modes = block.modules, block.modes
@@ -124,8 +133,13 @@ class Found:
         self.steady: list[tuple[weakref.ref[Tensor], int]] = []  # what keeps views of weights would be told so
         self._watch(self.arguments.give_tensors())
         self._watch(place.value() for place in tensors if place not in changed)
-        for _, _, insides in self.entries:
-            self._watch(() if insides is None else insides.give_tensors())
+        self.draws: list[tuple[Place | None, Any, Any]] = [  # sources, and their states
+            (None, source, state_of(source)) for source in (*sources, *self.arguments.sources)
+        ]
+        for place, _, insides in self.entries:
+            if insides is not None:
+                self._watch(insides.give_tensors())
+                self.draws += [(place, source, state_of(source)) for source in insides.sources]
 
     def _watch(self, values: Iterable[Any]) -> None:
         self.steady += [(weakref.ref(value), value._version) for value in values if _counts(value)]
@@ -144,16 +158,22 @@ class Found:
 
     def changes(self) -> list[Place]:
         """What the forward has changed."""
-        written = {place for place, *kept in self.copies if _is_written(*kept)}
+        known = {place for place, *kept in self.copies if _is_written(*kept)}
+        known |= {place for place, *kept in self.draws if place is not None and has_drawn(*kept)}
         return [
             place
             for place, value, insides in self.entries
-            if place in written or place.value() is not value or (insides is not None and insides.have_changed())
+            if place in known or place.value() is not value or (insides is not None and insides.have_changed())
         ]
 
-    def forget_all_but(self, changed: Mapping[Place, None]) -> None:
+    def drawn(self) -> list[str]:
+        """Global sources of random numbers that the forward has drawn from."""
+        return [source for _, source, state in self.draws if isinstance(source, str) and has_drawn(source, state)]
+
+    def forget_all_but(self, changed: Mapping[Place, None], sources: Container[str]) -> None:
         """And small tensors."""
         kept = {place for place, tensor, _, _ in self.copies if tensor.numel() <= SMALL} | changed.keys()
+        self.draws = [draw for draw in self.draws if draw[0] in kept or (draw[0] is None and _stays(draw[1], sources))]
         self.entries = [entry for entry in self.entries if entry[0] in kept]
         self._watch(tensor for place, tensor, _, _ in self.copies if place not in kept)
         self.copies = [entry for entry in self.copies if entry[0] in kept]
@@ -166,6 +186,7 @@ class Found:
         kept = [self.arguments, *(insides for _, _, insides in self.entries if insides is not None)]
         holders = [entry for insides in kept for entry in insides.holders]
         held_now = [(holder, _copy(holder)) for holder, _ in holders]
+        drawn_now = [(source, state_of(source)) for _, source, _ in self.draws]
         try:
             if modes_now != self.modes:
                 _switch(self.modules, self.modes)
@@ -175,8 +196,12 @@ class Found:
                 for place, _, _, copy in self.copies:
                     _set(place, copy.clone())
             _refill(holders)
+            for _, source, state in self.draws:
+                set_state(source, state)
             yield
         finally:
+            for source, state in drawn_now:
+                set_state(source, state)
             _refill(held_now)
             for place, value in now:
                 _set(place, value)
@@ -193,6 +218,7 @@ class SecondForwards:
         self._to_learn: dict[tuple[int, ...], int] = {}  # forwards with these modes
         self._changed: dict[Place, None] = {}
         self._tensors: list[Place] = []
+        self._sources: dict[str, None] = {}
 
     def find(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """What a call finds that begins now."""
@@ -202,8 +228,8 @@ class SecondForwards:
             self.modes = modes_of(self.modules)
         arguments = (*args, *kwargs.values())
         if self._to_learn.setdefault(tuple(self.modes), FORWARDS_THAT_LEARN):
-            return Found(self, dict.fromkeys(self._places()), (), arguments)
-        return Found(self, self._changed, self._tensors, arguments)
+            return Found(self, dict.fromkeys(self._places()), (), global_sources(), arguments)
+        return Found(self, self._changed, self._tensors, self._sources, arguments)
 
     def learn(self, found: Found) -> None:
         """The forward that has found this is over."""
@@ -214,7 +240,8 @@ class SecondForwards:
             found.note_new(self._places())
             self._tensors = [place for place, value, _ in found.entries if isinstance(value, Tensor)]
             self._changed.update(dict.fromkeys(found.changes()))
-            found.forget_all_but(self._changed)
+            self._sources.update(dict.fromkeys(found.drawn()))
+            found.forget_all_but(self._changed, self._sources)
 
     def learn_late(self, found: Found) -> None:
         """A second forward begins."""
@@ -256,6 +283,10 @@ def _switch(modules: Iterable[weakref.ref[nn.Module]], modes: Iterable[int]) -> 
 def _counts(value: Any) -> bool:
     """Whether it is a tensor with a version of its own; parameters lie in memory that is gathered into."""
     return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+
+
+def _stays(source: Any, sources: Container[str]) -> bool:
+    return not isinstance(source, str) or source in sources
 
 
 def _is_written(tensor: Tensor, version: int, copy: Tensor) -> bool:
