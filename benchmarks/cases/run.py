@@ -1,4 +1,4 @@
-"""The twelve cases with FSDP2 and with lamina: `python benchmarks/cases/run.py`; README.md says how to read it."""
+"""The thirteen cases with FSDP2 and with lamina: `python benchmarks/cases/run.py`; README.md says how to read it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import cases_of_numbers as numbers
 import cases_of_paths as paths
+import cases_of_recomputation as recomputation
 import torch
 from ranks import Outcome, Said, judge, run
 
@@ -98,6 +99,16 @@ CASES: tuple[Case, ...] = (
     Case("C12", "deepcopy, both train", numbers.copied, words=("deepcopy",)),
     Case("C12", "a weight edited among full parameters", numbers.edited_weight),
     Case("C12", "load_state_dict between forward and backward", numbers.loaded_between, words=("changed",)),
+    *(
+        Case(f"C13 {number}", f"recomputed: {what}", recomputation.recomputed, (kind,), words=words)
+        for number, what, kind, words in (
+            ("(i)", "running values of a batch norm", "Normed", ()),
+            ("(ii)", "spectral norm", "Spectral", ()),
+            ("(iii)", "a list that blocks are given and add to, as caches", "Cached", ()),
+            ("(iv)", "Python's random numbers", "Jittered", ()),
+            ("(v)", "a tensor in a dict, written to behind the forward", "Sum", ("blocks.",)),
+        )
+    ),
 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,10 @@ class System:
 
     name: str
 
-    def shard(self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None) -> nn.Module:
+    def shard(
+        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, recompute: bool = False
+    ) -> nn.Module:
+        """`recompute`: the units' forwards run again in backward."""
         raise NotImplementedError
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -49,9 +53,13 @@ class System:
 class Fsdp2(System):
     name = "FSDP2"
 
-    def shard(self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None) -> nn.Module:
+    def shard(
+        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, recompute: bool = False
+    ) -> nn.Module:
         mesh = mesh or dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for unit in units:
+            if recompute:
+                checkpoint(unit)
             fully_shard(unit, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
@@ -91,8 +99,11 @@ class Lamina(System):
     def __init__(self, strategy: str = "zero3", transport: str = "c10d") -> None:
         self.strategy, self.transport = strategy, transport
 
-    def shard(self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None) -> nn.Module:
-        return lamina.shard(model, self.strategy, mesh, units=list(units), transport=self.transport)
+    def shard(
+        self, model: nn.Module, units: Sequence[nn.Module], mesh: DeviceMesh | None = None, recompute: bool = False
+    ) -> nn.Module:
+        how = "full" if recompute else "none"
+        return lamina.shard(model, self.strategy, mesh, units=list(units), transport=self.transport, recompute=how)
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.full() if isinstance(tensor, lamina.Shard) else tensor
