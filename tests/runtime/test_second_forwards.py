@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import collections
+import gc
+import logging
+import queue
 import random
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +22,7 @@ from torch import Tensor, nn
 
 import lamina
 from harness import expect_error, run_ranks
+from lamina.runtime.insides import ENTRIES, LOOKS, Insides
 
 WIDTH, ROWS, STEPS = 4, 3, 5  # steps: longer than it learns
 TOLERANCE = 1e-12
@@ -29,7 +36,12 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.make()
 
+    takes_cache = False
+
     def make(self) -> None: ...
+
+    def prepare(self, x: Tensor) -> None:
+        """What the model does to the block before it calls it."""
 
     def forward(self, x: Tensor, *given: Any) -> Tensor:
         return torch.tanh(self.linear(x) * self.scale(x, *given))
@@ -171,6 +183,8 @@ class Inner(Block):
 class Cached(Block):
     """Of an object that all blocks are given: what they have put there, as caches of keys and values do."""
 
+    takes_cache = True
+
     def scale(self, x: Tensor, cache: Any) -> Tensor:
         cache.entries.append(x)
         cache.by_name.setdefault("sums", []).append(x.sum())
@@ -190,6 +204,8 @@ class Sealed(collections.OrderedDict[str, Tensor]):
 
 
 class InSealed(Block):
+    takes_cache = True
+
     def scale(self, x: Tensor, cache: Any) -> Tensor:
         for holder in (cache.sealed, cache.ordered):
             holder[f"after {len(holder)}"] = x.sum()
@@ -198,9 +214,132 @@ class InSealed(Block):
         return sum(cache.sealed.values()) + list(cache.ordered.values())[-1] + torch.stack(list(cache.last)).mean(0)
 
 
+class CountedInDict(Block):
+    """A tensor in a container, written in place."""
+
+    def make(self) -> None:
+        self.counts = {"calls": torch.zeros(())}
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return 1.0 + self.counts["calls"] / 8
+
+
+class CountedInArgument(Block):
+    takes_cache = True
+
+    def scale(self, x: Tensor, cache: Any) -> Tensor:
+        cache.counts["calls"] += 1
+        return 1.0 + cache.counts["calls"] / 8
+
+
+class View(Block):
+    """Of a tensor that is written in place."""
+
+    def make(self) -> None:
+        self.state = torch.zeros(ROWS, WIDTH)
+        self.window = self.state[1:]
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.state.add_(x.detach())
+        return 1.0 + self.window.mean()
+
+
+class Shared(Block):
+    """One tensor is the buffer of two modules."""
+
+    def make(self) -> None:
+        self.one, self.other = nn.Module(), nn.Module()
+        self.one.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+        self.other.register_buffer("calls", self.one.calls)
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.one.calls += 1
+        return 1.0 + self.other.calls.clone() / 8
+
+
+class Context(Block):
+    """A tensor with a graph, put there by the model."""
+
+    def make(self) -> None:
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def prepare(self, x: Tensor) -> None:
+        self.context = x * 2
+
+    def scale(self, x: Tensor) -> Tensor:
+        return self.context * self.gain
+
+
+class ContextInObject(Context):
+    def prepare(self, x: Tensor) -> None:
+        self.held = types.SimpleNamespace(context=x * 2, calls=0)
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.held.calls += 1
+        self.held.context = self.held.context * self.gain + self.held.calls
+        return self.held.context
+
+
+class Moved(Block):
+    """Ordered as its owner has moved the entries."""
+
+    takes_cache = True
+
+    def scale(self, x: Tensor, cache: Any) -> Tensor:
+        first, second = cache.moved.values()
+        return first + second * x
+
+
+class Node:
+    def __init__(self, following: Any) -> None:
+        self.following = following
+
+
+class Refuses(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.clone, Tensor.detach, torch.equal):
+            raise NotImplementedError("no copies")
+        return super().__torch_function__(function, kinds, args, kwargs or {})
+
+
+class Target(dict[str, Any]):
+    """What proxies may lead to."""
+
+
+class Odd(Block):
+    """Holds, and is given, objects that answer for others, refuse, lead far or belong to several threads."""
+
+    takes_cache = True
+
+    def make(self) -> None:
+        self.target, self.tensor = Target(), torch.zeros(2)
+
+    def prepare(self, x: Tensor) -> None:
+        chain = None
+        for _ in range(1500):
+            chain = Node(chain)
+        self.odd = [
+            chain,
+            torch.zeros(2).as_subclass(Refuses),
+            torch.eye(2).to_sparse_csr(),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            weakref.proxy(self.target),
+            weakref.proxy(self.tensor),
+            (threading.Lock(), queue.Queue(), threading.current_thread(), logging.getLogger(), torch),
+        ]
+        self.odd.append(self.odd)
+
+    def scale(self, x: Tensor, cache: Any) -> float:
+        cache.odd = self.odd
+        self.odd.append(len(self.odd))
+        return 1.0 + len(self.odd) / 8
+
+
 KINDS: tuple[type[Block], ...] = (
     *(Number, Made, Written, Replaced, State, Kept, InObject, BatchNorm, Functional, Spectral, Behind, Drawn, Inner),
-    *(Cached, InSealed),
+    *(Cached, InSealed, CountedInDict, CountedInArgument, View, Shared, Context, ContextInObject, Moved, Odd),
 )
 
 
@@ -209,14 +348,17 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(kind() for _ in range(3))
-        self.is_cached = kind in (Cached, InSealed)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         self.cache = types.SimpleNamespace(entries=[], by_name={}, seen=set(), last=collections.deque(maxlen=2))
         self.cache.sealed, self.cache.ordered = Sealed(), collections.OrderedDict()
+        self.cache.moved = collections.OrderedDict(one=x.new_ones(WIDTH), other=x.new_full((WIDTH,), 2.0))
+        self.cache.moved.move_to_end("one")
+        self.cache.counts = {"calls": torch.zeros(())}
         for block in self.blocks:
-            x = block(x, self.cache) if self.is_cached else block(x)
+            block.prepare(x)
+            x = block(x, self.cache) if block.takes_cache else block(x)
         return x
 
 
@@ -260,8 +402,9 @@ def left_by(model: Model) -> list[Tensor]:
     left = [*whole(model), *model.buffers()]
     for block in model.blocks:
         left += [torch.tensor(getattr(block, "calls", 0.0)), *getattr(block, "before", ())]
-        left += [block.state] if isinstance(block, State) else []
+        left += [block.state] if isinstance(block, (State, View)) else []
     cache = model.cache
+    left += [cache.counts["calls"], *(getattr(block, "counts", cache.counts)["calls"] for block in model.blocks)]
     return left + [*cache.entries, *cache.sealed.values(), *cache.last, torch.tensor(len(cache.seen))]
 
 
@@ -376,20 +519,25 @@ WAYS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def write_to_an_argument(way: str, recompute: str) -> None:
+def write_to_an_argument(way: str, rows: int, recompute: str) -> list[Tensor]:
     block = made(Given, recompute).blocks[0]
-    x = data(0)
-    y = block(data(1), WAYS[way](x)).sum()
+    x = data(0).repeat(rows, 1)
+    y = block(data(1).repeat(rows, 1), WAYS[way](x)).sum()
     x += 1.0  # allowed without recomputation: its sine has saved something else
     y.backward()
+    return [parameter.grad.full() for parameter in block.parameters()]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_arguments_that_were_written_to(way: str, recompute: str) -> None:
-    run_ranks(2, write_to_an_argument, way, "none")
-    words = ["the forward of `blocks.0` runs again", "shape (3, 4)", "argument 1", "x = x + y"]
-    expect_error(2, write_to_an_argument, way, recompute, error="StateError", contains=words)
+    """Small ones are copied."""
+    wanted, found = (run_ranks(2, write_to_an_argument, way, 1, how) for how in ("none", recompute))
+    for one, other in zip(wanted[0], found[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
+    run_ranks(2, write_to_an_argument, way, 500, "none")
+    words = ["the forward of `blocks.0` runs again", "shape (1500, 4)", "argument 1", "x = x + y"]
+    expect_error(2, write_to_an_argument, way, 500, recompute, error="StateError", contains=words)
 
 
 class Steady(Block):
@@ -414,3 +562,91 @@ def test_buffers_that_others_have_written_to(forwards: int) -> None:
     run_ranks(2, write_to_what_is_steady, "none", forwards)
     words = ["the forward of `blocks.1` runs again", "shape (5000,)", "a buffer or an attribute of its modules"]
     expect_error(2, write_to_what_is_steady, "full", forwards, error="StateError", contains=words)
+
+
+# ---- what keeping costs ---------------------------------------------------------------------------------------------
+
+
+class Probed(Block):
+    """A value with a graph that no backward runs through."""
+
+    def make(self) -> None:
+        self.probe = nn.Linear(WIDTH, WIDTH)
+
+    def scale(self, x: Tensor) -> float:
+        self.probed = torch.tanh(self.probe(x))
+        return 1.0
+
+
+class ProbedInObject(Probed):
+    def make(self) -> None:
+        super().make()
+        self.held = types.SimpleNamespace()
+
+    def scale(self, x: Tensor) -> float:
+        self.held.probed = torch.tanh(self.probe(x))
+        return 1.0
+
+
+def alive_after_steps(kind: type[Block], has_backward: bool) -> int:
+    model = made(kind, "full")
+    seen = []
+    for step in range(8):
+        loss = model(data(step)).sum()
+        block = model.blocks[0]
+        seen.append(weakref.ref(getattr(block, "held", block).probed))
+        if has_backward:
+            loss.backward()
+        del loss
+    gc.collect()
+    return sum(reference() is not None for reference in seen)
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize("kind", [Probed, ProbedInObject])
+def test_no_graph_holds_those_of_forwards_before(kind: type[Block], has_backward: bool) -> None:
+    assert run_ranks(2, alive_after_steps, kind, has_backward) == [1, 1]
+
+
+@pytest.mark.parametrize("value", [list(range(10**6)), [{"tokens": [1, 2]} for _ in range(900)], [[]] * 10**6])
+def test_what_is_looked_at_is_limited(value: Any) -> None:
+    for values in ([value], [types.SimpleNamespace(value=value)]):
+        holders = Insides(values, list).holders
+        assert len(holders) <= 2 * LOOKS and sum(len(before) for _, before in holders) <= ENTRIES
+
+
+def test_a_long_list_is_kept() -> None:
+    value = [{"number": number} for number in range(5000)]
+    assert Insides([value], list).holders == [(value, value)]
+
+
+def test_what_several_threads_use_is_left_alone() -> None:
+    shared = [queue.Queue(), threading.Condition(), {"lock": threading.RLock()}, logging.getLogger()]
+    assert [holder for holder, _ in Insides(shared, list).holders] == []
+
+
+class Computes(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("not to be read")
+
+    __len__ = keys = values = items = __iter__  # type: ignore[assignment]
+
+
+class Unhashable(type):
+    def __eq__(cls, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OfUnhashable(metaclass=Unhashable):
+    pass
+
+
+def test_what_a_class_of_the_users_answers_is_not_asked() -> None:
+    target = Target(entry=1)
+    computes = Computes(entry=1)
+    odd = [computes, OfUnhashable(), mock.NonCallableMock(spec=dict), weakref.proxy(target)]
+    holders = Insides(odd, list).holders
+    assert holders[0][0] is computes and holders[0][1] == {"entry": 1}
+    assert not any(holder is target for holder, _ in holders)

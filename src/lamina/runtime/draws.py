@@ -21,10 +21,11 @@ def global_sources() -> tuple[str, ...]:
 
 
 def is_source(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
+    kind = type(value)  # proxies answer `isinstance` for others
+    if issubclass(kind, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
 
 
 def state_of(source: Any) -> Any:

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lamina.core.slots import outlived
 from lamina.errors import StateError, UsageError
 from lamina.runtime.assemble import RUNTIMES
-from lamina.runtime.second_forwards import Found, Insides, SecondForwards
+from lamina.runtime.insides import Insides
+from lamina.runtime.second_forwards import Found, SecondForwards
 
 _aten = torch.ops.aten
 SAVED_BY_SELECTIVE = frozenset(
@@ -123,10 +124,11 @@ def _is_gathered(tensor: Tensor) -> bool:
 def _where(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     names = [(f"argument {number}", value) for number, value in enumerate(args)]
     names += [(f"argument `{name}`", value) for name, value in kwargs.items()]
-    return next(
-        (name for name, value in names if any(t is tensor for t in Insides([value]).tensors)),
-        "in a buffer or an attribute of its modules",
-    )
+    for name, value in names:
+        held: list[Tensor] = []
+        if any(each is tensor for each in (*Insides([value], held.append).tensors, *held)):
+            return name
+    return "in a buffer or an attribute of its modules"
 
 
 def _selective_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

@@ -9,85 +9,39 @@ without a word.
 Here the second forward finds everything as it was, and what it changes is forgotten.
 
 Note [What is kept]
-    1. Lists, dicts, sets and objects among the arguments, however deep: their entries.
+    1. Lists, dicts, sets and objects among the arguments, however deep: their entries. Small tensors among these are
+       copied: blocks count in them. Whose insides are left alone: insides.py.
     2. Attributes and buffers that the block's modules change in their forward: which these are is learned in the first
        forwards, and again when modules come or change between training and evaluation; until then everything is kept.
-       A tensor that is written in place is copied. Kernels of batch norm write past the version counter: values count.
-       So with random numbers that are not of torch's default generators (draws.py): their state is kept.
+       A tensor that is written in place is copied, and its views with it. Kernels of batch norm write past the version
+       counter: values count. So with random numbers that are not of torch's default generators (draws.py): their state
+       is kept.
     3. Of all other tensors, nested in arguments or held by modules, the version. Who has written to one since would
        have the second forward read what he wrote: a `StateError`. What is an argument by itself, torch watches.
     4. What comes behind the forward, a hook on the block say, may write to a buffer, too: small ones are copied as long
        as the block learns, and known to change once that has been seen.
-    5. Not seen: globals, attributes of classes, closures, memory written behind torch's back, objects without a dict,
-       what modules of torch's own keep in attributes, attributes that a forward begins to change later.
+    5. Not seen: globals, attributes of classes, closures, memory written behind torch's back, callable objects and
+       objects without a dict, what modules of torch's own keep in attributes, attributes that a forward begins to
+       change later.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
-from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lamina.core.own_attributes import own_attributes
-from lamina.runtime.draws import global_sources, has_drawn, is_source, set_state, state_of
-from lamina.runtime.uses import PLAIN_LEAVES
+from lamina.runtime.draws import global_sources, has_drawn, set_state, state_of
+from lamina.runtime.insides import Insides, KeptTensor, copies_of, copy_of_entries, is_kept, refill, tensors_of
 
 FORWARDS_THAT_LEARN = 2
 SMALL = 4096  # elements
-MOST = 4096  # containers and objects among the arguments of a call
 _MISSING: Any = object()
 _OWN = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
-_NEVER = (*PLAIN_LEAVES, type, nn.Module)
-_CONTAINERS = (dict, list, set, collections.deque)
-
-
-class Insides:
-    """Containers and objects that values lead to, with their entries, and the tensors in them."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.holders: list[tuple[Any, Any]] = []  # a dict, list, set or deque, and its copy
-        self.tensors: list[Tensor] = []
-        self.sources: list[Any] = []  # of random numbers
-        self._look(values, set())
-
-    def _look(self, values: Iterable[Any], seen: set[int]) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                self.tensors.append(value)
-            elif not isinstance(value, _NEVER) and id(value) not in seen and len(seen) < MOST:
-                seen.add(id(value))
-                if is_source(value):
-                    self.sources.append(value)
-                else:
-                    self._look_into(value, seen)
-
-    def _look_into(self, value: Any, seen: set[int]) -> None:
-        if isinstance(value, (tuple, frozenset)):
-            self._look(value, seen)
-        elif isinstance(value, _CONTAINERS):
-            self._keep(value, seen)
-        if not callable(value) and (inside := own_attributes(value)):
-            self._keep(inside, seen)
-
-    def _keep(self, holder: Any, seen: set[int]) -> None:
-        before = _copy(holder)
-        self.holders.append((holder, before))
-        self._look(before.values() if isinstance(before, dict) else before, seen)
-
-    def give_tensors(self) -> list[Tensor]:
-        """Once: they are not kept here."""
-        tensors, self.tensors = self.tensors, []
-        return tensors
-
-    def have_changed(self) -> bool:
-        return not all(_is_same(holder, before) for holder, before in self.holders)
 
 
 class Place(NamedTuple):
@@ -105,6 +59,25 @@ class Place(NamedTuple):
 
     def value(self) -> Any:
         return self.entries().get(self.name, _MISSING)
+
+
+class Entry(NamedTuple):
+    """What a place held."""
+
+    place: Place
+    value: Any  # for a tensor perhaps a `KeptTensor`
+    insides: Insides | None
+    kept: list[KeptTensor]
+
+    def is_small(self) -> bool:
+        return isinstance(self.value, KeptTensor) and self.value.value.numel() <= SMALL
+
+    def has_changed(self) -> bool:
+        return (
+            not is_kept(self.place.value(), self.value)
+            or any(each.differs() for each in self.kept)
+            or (self.insides is not None and self.insides.have_changed())
+        )
 
 
 class Found:
@@ -127,16 +100,17 @@ class Found:
         """
         self.has_run = False
         self.modules, self.modes = block.modules, block.modes
-        self.entries = [(place, value := place.value(), _insides_of(value)) for place in changed]
-        self.copies = [(place, v, v._version, v.detach().clone()) for place, v, _ in self.entries if _counts(v)]
-        self.arguments = Insides(arguments)
         self.steady: list[tuple[weakref.ref[Tensor], int]] = []  # what keeps views of weights would be told so
-        self._watch(self.arguments.give_tensors())
+        keeping = _Keeping()
+        self.entries = [keeping.entry(place) for place in changed]
+        self.arguments, self.in_arguments = keeping.of_arguments(arguments)
+        keeping.finish()
+        self._watch((*keeping.uncopied, *self.arguments.give_tensors()))
         self._watch(place.value() for place in tensors if place not in changed)
         self.draws: list[tuple[Place | None, Any, Any]] = [  # sources, and their states
             (None, source, state_of(source)) for source in (*sources, *self.arguments.sources)
         ]
-        for place, _, insides in self.entries:
+        for place, _, insides, _ in self.entries:
             if insides is not None:
                 self._watch(insides.give_tensors())
                 self.draws += [(place, source, state_of(source)) for source in insides.sources]
@@ -153,18 +127,13 @@ class Found:
 
     def note_new(self, places: Iterable[Place]) -> None:
         """Places that have come since."""
-        known = {place for place, _, _ in self.entries}
-        self.entries += [(place, _MISSING, None) for place in places if place not in known]
+        known = {entry.place for entry in self.entries}
+        self.entries += [Entry(place, _MISSING, None, []) for place in places if place not in known]
 
     def changes(self) -> list[Place]:
         """What the forward has changed."""
-        known = {place for place, *kept in self.copies if _is_written(*kept)}
-        known |= {place for place, *kept in self.draws if place is not None and has_drawn(*kept)}
-        return [
-            place
-            for place, value, insides in self.entries
-            if place in known or place.value() is not value or (insides is not None and insides.have_changed())
-        ]
+        drawn = {place for place, *kept in self.draws if place is not None and has_drawn(*kept)}
+        return [entry.place for entry in self.entries if entry.place in drawn or entry.has_changed()]
 
     def drawn(self) -> list[str]:
         """Global sources of random numbers that the forward has drawn from."""
@@ -172,41 +141,89 @@ class Found:
 
     def forget_all_but(self, changed: Mapping[Place, None], sources: Container[str]) -> None:
         """And small tensors."""
-        kept = {place for place, tensor, _, _ in self.copies if tensor.numel() <= SMALL} | changed.keys()
-        self.draws = [draw for draw in self.draws if draw[0] in kept or (draw[0] is None and _stays(draw[1], sources))]
-        self.entries = [entry for entry in self.entries if entry[0] in kept]
-        self._watch(tensor for place, tensor, _, _ in self.copies if place not in kept)
-        self.copies = [entry for entry in self.copies if entry[0] in kept]
+        rest = [entry for entry in self.entries if entry.place not in changed and not entry.is_small()]
+        self.entries = [entry for entry in self.entries if entry.place in changed or entry.is_small()]
+        places = {entry.place for entry in self.entries}
+        self.draws = [
+            draw for draw in self.draws if draw[0] in places or (draw[0] is None and _stays(draw[1], sources))
+        ]
+        self._watch(entry.place.value() for entry in rest)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """For a second forward; what it changes is forgotten."""
-        now = [(place, place.value()) for place, _, _ in self.entries]
+        now = [(entry.place, entry.place.value()) for entry in self.entries]
         modes_now = modes_of(self.modules)
-        kept = [self.arguments, *(insides for _, _, insides in self.entries if insides is not None)]
-        holders = [entry for insides in kept for entry in insides.holders]
-        held_now = [(holder, _copy(holder)) for holder, _ in holders]
+        insides = [self.arguments, *(entry.insides for entry in self.entries if entry.insides is not None)]
+        holders = [entry for each in insides for entry in each.holders]
+        held_now = [(holder, copy_of_entries(holder)) for holder, _ in holders]
         drawn_now = [(source, state_of(source)) for _, source, _ in self.draws]
         try:
             if modes_now != self.modes:
                 _switch(self.modules, self.modes)
-            for place, value, _ in self.entries:
-                _set(place, value)
             with _disable_current_modes():  # these are no operations of the forward
-                for place, _, _, copy in self.copies:
-                    _set(place, copy.clone())
-            _refill(holders)
+                tensors = tensors_of({*self.in_arguments, *(each for entry in self.entries for each in entry.kept)})
+            for entry in self.entries:
+                _set(entry.place, _given(entry.value, tensors))
+            for holder, before in holders:
+                refill(holder, _given_entries(before, tensors))
             for _, source, state in self.draws:
                 set_state(source, state)
             yield
         finally:
             for source, state in drawn_now:
                 set_state(source, state)
-            _refill(held_now)
+            for holder, entries in held_now:
+                refill(holder, entries)
             for place, value in now:
                 _set(place, value)
             if modes_now != self.modes:
                 _switch(self.modules, modes_now)
+
+
+class _Keeping:
+    """What is kept for tensors while a `Found` is made: one thing for each, wherever it lies."""
+
+    def __init__(self) -> None:
+        self.uncopied: list[Tensor] = []
+        self._kept: dict[int, KeptTensor] = {}
+        self._to_copy: list[tuple[KeptTensor, Tensor]] = []
+        self._here: list[KeptTensor] = []  # in what is looked at
+
+    def entry(self, place: Place) -> Entry:
+        value, self._here = place.value(), []
+        if issubclass(type(value), Tensor):
+            return Entry(place, self._copy(value), None, self._here)
+        return Entry(place, value, Insides([value], self._copy), self._here)
+
+    def of_arguments(self, values: Iterable[Any]) -> tuple[Insides, list[KeptTensor]]:
+        self._here = []
+        return Insides(values, self._copy_if_small), self._here
+
+    def finish(self) -> None:
+        """Make the copies, all at once."""
+        copies = copies_of([tensor for _, tensor in self._to_copy])
+        for (kept, tensor), copy in zip(self._to_copy, copies, strict=True):
+            kept.value, kept.is_copy = copy, copy is not tensor
+            if copy is tensor:
+                self.uncopied.append(tensor)
+
+    def _copy(self, tensor: Tensor) -> Any:
+        return self._keep(tensor, self._to_copy) if _counts(tensor) else tensor
+
+    def _copy_if_small(self, tensor: Tensor) -> Any:
+        if not _counts(tensor) or id(tensor) in self._kept or tensor.numel() <= SMALL:
+            return self._copy(tensor)
+        self.uncopied.append(tensor)
+        return tensor if tensor.grad_fn is None else self._keep(tensor, [])
+
+    def _keep(self, tensor: Tensor, new: list[tuple[KeptTensor, Tensor]]) -> KeptTensor:
+        kept = self._kept.get(id(tensor))
+        if kept is None:
+            kept = self._kept[id(tensor)] = KeptTensor(tensor)
+            new.append((kept, tensor))
+        self._here.append(kept)
+        return kept
 
 
 class SecondForwards:
@@ -238,16 +255,15 @@ class SecondForwards:
         if self._to_learn[modes]:
             self._to_learn[modes] -= 1
             found.note_new(self._places())
-            self._tensors = [place for place, value, _ in found.entries if isinstance(value, Tensor)]
+            self._tensors = [entry.place for entry in found.entries if isinstance(entry.value, KeptTensor)]
             self._changed.update(dict.fromkeys(found.changes()))
             self._sources.update(dict.fromkeys(found.drawn()))
             found.forget_all_but(self._changed, self._sources)
 
     def learn_late(self, found: Found) -> None:
         """A second forward begins."""
-        for place, tensor, version, _ in found.copies:
-            if tensor._version != version:
-                self._changed[place] = None
+        written = [entry.place for entry in found.entries if any(each.is_written() for each in entry.kept)]
+        self._changed.update(dict.fromkeys(written))
 
     def _places(self) -> Iterator[Place]:
         for reference in self.modules:
@@ -282,58 +298,12 @@ def _switch(modules: Iterable[weakref.ref[nn.Module]], modes: Iterable[int]) -> 
 
 def _counts(value: Any) -> bool:
     """Whether it is a tensor with a version of its own; parameters lie in memory that is gathered into."""
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+    is_tensor = issubclass(type(value), Tensor)
+    return is_tensor and not isinstance(value, nn.Parameter) and not value.is_inference()
 
 
 def _stays(source: Any, sources: Container[str]) -> bool:
     return not isinstance(source, str) or source in sources
-
-
-def _is_written(tensor: Tensor, version: int, copy: Tensor) -> bool:
-    if tensor._version != version or tensor.is_meta:
-        return tensor._version != version
-    try:
-        return not torch.equal(tensor, copy)
-    except (RuntimeError, NotImplementedError):  # a kind of tensor that cannot be compared
-        return False
-
-
-def _copy(holder: Any) -> Any:
-    """Of a plain type: what a class of the user's does with copies and updates is its own affair."""
-    kind = next(kind for kind in _CONTAINERS if isinstance(holder, kind))
-    return kind(dict.items(holder) if kind is dict else holder)
-
-
-def _is_same(holder: Any, before: Any) -> bool:
-    if isinstance(holder, set):
-        return bool(holder == before)
-    if len(holder) != len(before) or not all(map(is_, holder, before)):
-        return False
-    return not isinstance(holder, dict) or all(map(is_, dict.values(holder), before.values()))
-
-
-def _refill(holders: Iterable[tuple[Any, Any]]) -> None:
-    for holder, entries in holders:
-        if not _is_same(holder, entries):
-            _fill(holder, entries)
-
-
-def _fill(holder: Any, entries: Any) -> None:
-    if isinstance(holder, collections.OrderedDict):
-        collections.OrderedDict.clear(holder)
-        for key, value in entries.items():
-            collections.OrderedDict.__setitem__(holder, key, value)
-    elif isinstance(holder, dict):
-        dict.clear(holder)
-        dict.update(holder, entries)
-    elif isinstance(holder, list):
-        list.__setitem__(holder, slice(None), entries)
-    elif isinstance(holder, set):
-        set.clear(holder)
-        set.update(holder, entries)
-    else:
-        collections.deque.clear(holder)
-        collections.deque.extend(holder, entries)
 
 
 def _set(place: Place, value: Any) -> None:
@@ -343,5 +313,13 @@ def _set(place: Place, value: Any) -> None:
         place.entries()[place.name] = value
 
 
-def _insides_of(value: Any) -> Insides | None:
-    return None if isinstance(value, (Tensor, *_NEVER)) else Insides([value])
+def _given(value: Any, tensors: Mapping[Any, Tensor]) -> Any:
+    return tensors[value] if type(value) is KeptTensor else value
+
+
+def _given_entries(before: Any, tensors: Mapping[Any, Tensor]) -> Any:
+    if isinstance(before, set):
+        return before
+    if isinstance(before, dict):
+        return {key: _given(value, tensors) for key, value in before.items()}
+    return [_given(value, tensors) for value in before]
