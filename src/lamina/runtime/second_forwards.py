@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lamina.core.uncompiled import uncompiled
 from lamina.runtime.draws import global_sources, has_drawn, set_state, state_of
 from lamina.runtime.insides import Insides, KeptTensor, copies_of, copy_of_entries, is_kept, refill, tensors_of
 
@@ -237,6 +238,7 @@ class SecondForwards:
         self._tensors: list[Place] = []
         self._sources: dict[str, None] = {}
 
+    @uncompiled
     def find(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """What a call finds that begins now."""
         self.modes = modes_of(self.modules)
@@ -248,6 +250,7 @@ class SecondForwards:
             return Found(self, dict.fromkeys(self._places()), (), global_sources(), arguments)
         return Found(self, self._changed, self._tensors, self._sources, arguments)
 
+    @uncompiled
     def learn(self, found: Found) -> None:
         """The forward that has found this is over."""
         found.has_run = True
