@@ -291,6 +291,20 @@ class Moved(Block):
         return first + second * x
 
 
+class Differentiates(Block):
+    """Has a backward in its forward."""
+
+    def make(self) -> None:
+        self.calls = 0
+
+    def scale(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        energy = (torch.sin(self.linear(x)) * (1.0 + self.calls / 8)).square().sum()
+        self.calls += 1
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force * (1.0 + self.calls / 8)
+
+
 class Node:
     def __init__(self, following: Any) -> None:
         self.following = following
@@ -426,6 +440,23 @@ def differs(kind: type[Block], recompute: str | int) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_forwards_change_changes_once(world: int, kind: type[Block], recompute: str | int) -> None:
     assert run_ranks(world, differs, kind, recompute) == [[]] * world
+
+
+def differentiated(recompute: str) -> list[Tensor]:
+    model = made(Differentiates, recompute)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        model(data(step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return left_by(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_inside_of_the_forward(world: int) -> None:
+    wanted, found = (run_ranks(world, differentiated, recompute) for recompute in ("none", "full"))
+    for one, other in zip(wanted[0], found[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
 
 
 class Dropped(Block):

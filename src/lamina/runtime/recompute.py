@@ -111,7 +111,10 @@ def _run(reference: weakref.ref[RecomputedForward], found: Found, *args: Any, **
     forward = reference()
     if forward is None:
         raise outlived("a recomputed block")
-    return forward.run_again(found, args, kwargs) if found.has_run else forward.run(args, kwargs)
+    if found.has_begun:
+        return forward.run_again(found, args, kwargs)
+    found.has_begun = True
+    return forward.run(args, kwargs)
 
 
 def _is_gathered(tensor: Tensor) -> bool:

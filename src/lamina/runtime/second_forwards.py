@@ -99,7 +99,7 @@ class Found:
             tensors: places of tensors. Those in `changed` may be written in place, and are copied.
             sources: global ones of random numbers that the forward may draw from.
         """
-        self.has_run = False
+        self.has_begun = False  # the first forward, whose own backward may run the second
         self.modules, self.modes = block.modules, block.modes
         self.steady: list[tuple[weakref.ref[Tensor], int]] = []  # what keeps views of weights would be told so
         keeping = _Keeping()
@@ -253,7 +253,6 @@ class SecondForwards:
     @uncompiled
     def learn(self, found: Found) -> None:
         """The forward that has found this is over."""
-        found.has_run = True
         modes = tuple(found.modes)
         if self._to_learn[modes]:
             self._to_learn[modes] -= 1
