@@ -119,3 +119,48 @@ def test_modules_that_the_user_compiles() -> None:
         for way, (worst, graphs, went_in) in zip(COMPILED_BY_THE_USER, found, strict=True):
             assert worst <= TOLERANCE and not went_in, (way, worst, went_in)
             assert graphs > 0 or way == "all", f"{way}: nothing was compiled"
+
+
+class Counting(nn.Module):
+    """A block that may change in each forward."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.up, self.changes, self.calls = nn.Linear(8, 8), changes, 0
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            self.calls += 1
+            self.scale += 0.1
+        return torch.tanh(self.up(x) * self.scale) * (1 + self.calls)
+
+
+def compiled_and_recomputed(changes: bool, recompute: str) -> tuple[float, int]:
+    """Deviation of a compiled model's gradients and buffers from the interpreted one's; operations compiled."""
+    from torch._dynamo.utils import counters
+
+    found = []
+    for how, compile_model in (("none", lambda model: model), (recompute, COMPILED)):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), *(Counting(changes) for _ in range(2))).double()
+        call = compile_model(lamina.shard(model, units=[Counting], recompute=how))
+        for step in range(4):
+            call(torch.full((2, 8), 0.1 * step + dist.get_rank(), dtype=torch.float64)).square().sum().backward()
+        found.append([param.grad.full() for param in model.parameters()] + list(model.buffers()))
+    worst = max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
+    return worst, counters["stats"]["calls_captured"]
+
+
+COMPILED = functools.partial(torch.compile, backend="aot_eager")
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_compiled_model_whose_blocks_are_recomputed(changes: bool, recompute: str) -> None:
+    """What changes is left to the interpreter, and what is kept selectively; other blocks are compiled."""
+    for worst, operations in run_ranks(2, compiled_and_recomputed, changes, recompute, timeout=120):
+        assert worst <= TOLERANCE
+        assert operations >= 3 or changes or recompute == "selective"

@@ -46,6 +46,21 @@ def uncompiled(function: F) -> F:
     return function
 
 
+def interpreted(function: F) -> F:
+    """The function is not compiled by itself; a caller that is compiled may take it in.
+
+    So `torch.compiler.is_compiling()` in it tells the two apart. Where torch has other private names, it is never.
+    """
+    plain: Any = function
+    try:
+        compiler = torch._C._dynamo.eval_frame
+        action = compiler._FrameAction
+        compiler.set_code_exec_strategy(plain.__code__, compiler._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    except (AttributeError, TypeError):
+        return uncompiled(function)
+    return function
+
+
 class _Guards:
     are_set = False
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lamina.core.slots import outlived
+from lamina.core.uncompiled import interpreted, uncompiled
 from lamina.errors import StateError, UsageError
 from lamina.runtime.assemble import RUNTIMES
 from lamina.runtime.insides import Insides
@@ -77,13 +78,19 @@ class RecomputedForward:
         in_transform = torch._C._are_functorch_transforms_active()  # torch's checkpoint cannot be mapped
         if in_transform or not torch.is_grad_enabled():
             return self.run(args, kwargs)
+        contexts: dict[str, Any] = {"context_fn": _selective_contexts} if self.selective else {}
+        run = functools.partial(_run_selectively if self.selective else _run, weakref.ref(self), [])
+        return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
+
+    def run_first(self, found: list[Found], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """And tell what it has found, before anything of it has run: a backward inside may run it again."""
         module = self.module()
         assert module is not None
-        found = self.second_forwards.find(module, args, kwargs)
-        contexts: dict[str, Any] = {"context_fn": _selective_contexts} if self.selective else {}
-        run = functools.partial(_run, weakref.ref(self), found)
-        result = checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
-        self.second_forwards.learn(found)
+        with _disable_current_modes():  # to note that is no operation of the forward
+            found.append(self.second_forwards.find(module, args, kwargs))
+        result = self.run(args, kwargs)
+        with _disable_current_modes():
+            self.second_forwards.learn(found[0])
         return result
 
     def run_again(self, found: Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,15 +113,21 @@ class RecomputedForward:
         )
 
 
-def _run(reference: weakref.ref[RecomputedForward], found: Found, *args: Any, **kwargs: Any) -> Any:
-    """What torch's checkpoint hangs on the graph."""
+@interpreted
+def _run(reference: weakref.ref[RecomputedForward], found: list[Found], *args: Any, **kwargs: Any) -> Any:
+    """What torch's checkpoint hangs on the graph. `found` is empty before the first forward."""
     forward = reference()
     if forward is None:
         raise outlived("a recomputed block")
-    if found.has_begun:
-        return forward.run_again(found, args, kwargs)
-    found.has_begun = True
-    return forward.run(args, kwargs)
+    if torch.compiler.is_compiling():  # a forward that changes anything is left to the interpreter, and comes again
+        return forward.run(args, kwargs)
+    return forward.run_again(found[0], args, kwargs) if found else forward.run_first(found, args, kwargs)
+
+
+@uncompiled
+def _run_selectively(reference: weakref.ref[RecomputedForward], found: list[Found], *args: Any, **kwargs: Any) -> Any:
+    """What is kept is told by operations that run, which the compiler does not follow."""
+    return _run(reference, found, *args, **kwargs)
 
 
 def _is_gathered(tensor: Tensor) -> bool:

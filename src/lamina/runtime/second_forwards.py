@@ -99,7 +99,6 @@ class Found:
             tensors: places of tensors. Those in `changed` may be written in place, and are copied.
             sources: global ones of random numbers that the forward may draw from.
         """
-        self.has_begun = False  # the first forward, whose own backward may run the second
         self.modules, self.modes = block.modules, block.modes
         self.steady: list[tuple[weakref.ref[Tensor], int]] = []  # what keeps views of weights would be told so
         keeping = _Keeping()
