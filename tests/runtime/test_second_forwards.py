@@ -435,11 +435,18 @@ def differs(kind: type[Block], recompute: str | int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", 2])
+HOW = [(1, "full"), (2, "full"), (2, "selective")]
+
+
+@pytest.mark.parametrize(("world", "recompute"), HOW)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_forwards_change_changes_once(world: int, kind: type[Block], recompute: str | int) -> None:
+def test_what_forwards_change_changes_once(world: int, kind: type[Block], recompute: str) -> None:
     assert run_ranks(world, differs, kind, recompute) == [[]] * world
+
+
+@pytest.mark.parametrize("kind", [Number, Cached])
+def test_where_every_second_block_is_recomputed(kind: type[Block]) -> None:
+    assert run_ranks(2, differs, kind, 2) == [[]] * 2
 
 
 def differentiated(recompute: str) -> list[Tensor]:

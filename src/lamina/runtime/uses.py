@@ -34,6 +34,7 @@ Note [Kept graphs]
 from __future__ import annotations
 
 import dataclasses
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 PLAIN_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 MAXIMAL_DEPTH = 6
+_NEVER_INSIDE = (type, torch.nn.Module, types.ModuleType)
 _SEQUENCES = frozenset([tuple, list])
 _hooks_on = attrgetter("_backward_hooks")
 is_grad_enabled = torch.is_grad_enabled  # torch's attributes are looked up anew each time
@@ -320,33 +322,38 @@ def _node_hook(tensor: Tensor, owner: Owner) -> NodeHook | None:
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in a nested value: containers, dataclasses, and the attributes of other objects."""
     found: list[Tensor] = []
-    _collect(value, found, 0)
+    _collect(value, found, 0, {})
     return found
 
 
-def _collect(value: Any, found: list[Tensor], depth: int) -> None:
+def _collect(value: Any, found: list[Tensor], depth: int, seen: dict[int, int]) -> None:
+    """`seen`: how deep each object was met that others may lead to, too."""
     if type(value) in _SEQUENCES and depth <= MAXIMAL_DEPTH:  # as most of what modules take is: looked at first
         for item in value:
             if isinstance(item, Tensor):
                 found.append(item)
             elif depth < MAXIMAL_DEPTH:
-                _collect(item, found, depth + 1)
+                _collect(item, found, depth + 1, seen)
     elif isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, PLAIN_LEAVES) or depth > MAXIMAL_DEPTH:
+    elif isinstance(value, PLAIN_LEAVES) or depth > MAXIMAL_DEPTH or seen.get(id(value), depth + 1) <= depth:
         return
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found, depth + 1)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
+    else:
+        seen[id(value)] = depth
+        for item in _inside(value):
             if isinstance(item, Tensor):
                 found.append(item)
             else:
-                _collect(item, found, depth + 1)
-    elif (dataclasses.is_dataclass(value) or not callable(value)) and not isinstance(value, (type, torch.nn.Module)):
-        for item in own_values(value):
-            _collect(item, found, depth + 1)
+                _collect(item, found, depth + 1, seen)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    may_hold = dataclasses.is_dataclass(value) or not callable(value)
+    return own_values(value) if may_hold and not isinstance(value, _NEVER_INSIDE) else ()
 
 
 def hides_tensors(value: Any) -> bool:
