@@ -6,6 +6,7 @@ Interpreters of their own where their end is the matter, else forks (forked_prog
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -174,11 +175,14 @@ def test_a_result_that_arrives_while_the_interpreter_ends_does_no_harm(tmp_path:
         assert (end.code, end.said) == (0, "")
 
 
+TORCHS_LOG = re.compile(r"\[rank\d\]:\[W\d+ [^\n]*\[c10d\] .*?\n\n", re.DOTALL)
+
+
 @pytest.mark.parametrize("mode", ["late", "killed"])
 def test_an_interpreter_without_asserts_docstrings_home_or_mercy(mode: str, tmp_path: Path) -> None:
     first, last = ends_of(tmp_path, mode, flags=STRICT, variables=NOWHERE)
-    if mode == "late":
-        assert [(end.code, end.said) for end in (first, last)] == [(0, ""), (0, "")]
+    if mode == "late":  # the store's own log may tell that it ended in the middle of a word
+        assert [(end.code, TORCHS_LOG.sub("", end.said)) for end in (first, last)] == [(0, ""), (0, "")]
     else:
         assert first.code == -signal.SIGKILL
         assert last.code == 1 and "rank 0 has died" in last.said and last.said.count("Traceback") == 1
